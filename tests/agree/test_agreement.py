@@ -229,40 +229,6 @@ def test_errors_name_the_difference_and_nothing_else() -> None:
     assert many == "w: rank 1 steps it with lr=0.2, a=2, b=2, c=2 and 1 more; rank 0 with lr=0.1, a=1, b=1, c=1 and 1 more"
 
 
-def test_replicas_option_differs_where_only_one_choice_travels() -> None:
-    """With ``replicas="repeat"`` nothing travels for replicated matrices; the ranks that share must not wait for ever."""
-
-    def main(rank: int) -> tuple[type[MeshmuonError], str]:
-        param = nn.Parameter(distribute_tensor(torch.ones(6, 4), world_mesh(), [R], src_data_rank=None))
-        optimizer = Muon([{"params": [param], "names": ["one"], "use_muon": True}], replicas="repeat" if rank == 1 else "share")
-        param.grad = torch.ones_like(param)
-        return refused(optimizer.step)
-
-    assert "rank 1 was given" in one_text(run_threads(WORLD, main), PlanMismatchError)
-
-
-# Groups added later.
-
-
-def test_the_first_travelling_group_added_on_one_rank_only() -> None:
-    """Until then nothing travelled; the rank that added it must not wait for ever for ranks that see nothing to agree on."""
-
-    def main(rank: int) -> tuple[type[MeshmuonError], str]:
-        mesh = world_mesh()
-        param = nn.Parameter(distribute_tensor(torch.ones(6, 4, 4), mesh, [S0], src_data_rank=None))
-        optimizer = Muon([{"params": [param], "names": ["experts"], "use_muon": True}], expert_keys=["experts"])
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        param.grad = torch.ones_like(param)
-        if rank == 2:
-            added = nn.Parameter(distribute_tensor(torch.ones(5, 6), mesh, [S0], src_data_rank=None))
-            added.grad = torch.ones_like(added)
-            optimizer.add_param_group({"params": [added], "names": ["added"], "use_muon": True})
-        return refused(optimizer.step)
-
-    one_text(run_threads(WORLD, main), PlanMismatchError)
-
-
 # Plans that change.
 
 

@@ -265,16 +265,10 @@ def test_a_lost_rank_under_nccls_rules(phase: str, action: type[Kill], tmp_path:
     assert any("aborted" in report.text for report in reports), reports
 
 
-def interrupted_agreement(rank: int, folder: Path) -> Report:
-    """What the interrupted rank does next must not be taken for what the others wait for."""
-    params = initial(world_mesh())
-    report = until_lost(muon_of(params), params, fail_at(LOST, 2, "in the agreement", Interrupt(folder), folder))
-    stay(folder, rank, WORLD)
-    return report
-
-
 def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
-    reports: list[Report] = results_of(run_ranks(WORLD, interrupted_agreement, tmp_path))
+    reports: list[Report] = results_of(
+        run_ranks(WORLD, muon_rank, tmp_path, 2, "in the agreement", Interrupt(tmp_path), WORLD, {})
+    )
     assert reports[LOST].kind == "KeyboardInterrupt"
     for rank, report in enumerate(reports):
         assert rank == LOST or report.kind == "TransportError", report

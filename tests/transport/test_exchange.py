@@ -269,10 +269,11 @@ def test_ranks_that_cannot_be_reached_vote_through_their_group(monkeypatch: pyte
 
 def test_a_lost_rank_ends_what_the_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that can be aborted are, by a thread: the host may wait for a device, where nothing else wakes it."""
-    aborted, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr(failures, "abort", lambda group: aborted.set())
+    aborted, ended, worlds = threading.Event(), threading.Event(), dict[dist.ProcessGroup, int]()
+    monkeypatch.setattr(failures, "abort", lambda group: worlds[group] == 0 and aborted.set())
 
     def main(rank: int) -> str:
+        worlds[world()] = rank
         channel = channel_of(world())
         assert channel is not None
         if rank == 1:

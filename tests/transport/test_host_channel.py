@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
-import multiprocessing
 import os
 import random
 import re
@@ -15,7 +13,8 @@ import struct
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -84,9 +83,6 @@ def test_the_first_round_is_sent_before_anyone_waits() -> None:
     assert run_channels(2, main) == [(1,), (1,)]
 
 
-# Hops and connections of real processes.
-
-
 def sockets_of_this_process() -> set[str]:
     links = []
     for entry in os.listdir("/proc/self/fd"):
@@ -97,54 +93,24 @@ def sockets_of_this_process() -> set[str]:
     return {link for link in links if link.startswith("socket:")}
 
 
-def counted_rank(position: int, size: int, folder: Path) -> None:
-    """A process of its own, with a folder as the store; writes what it has counted."""
-    turns = itertools.count()
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_hops_and_connections(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """⌈log2 W⌉ connections in each direction, the listeners gone; as many hops, one message each."""
+    before, sends, turns = sockets_of_this_process(), [], threading.Barrier(size)
+    send = socket.socket.send
+    monkeypatch.setattr(socket.socket, "send", lambda self, message: sends.append(1) or send(self, message))
 
-    def share(message: bytes) -> list[bytes]:
-        turn, end = next(turns), time.monotonic() + SECONDS
-        (folder / f"new{position}").write_bytes(message)
-        (folder / f"new{position}").rename(folder / f"shared{turn} {position}")
-        paths = [folder / f"shared{turn} {peer}" for peer in range(size)]
-        for path in paths:
-            while not path.exists():
-                assert time.monotonic() < end
-                time.sleep(0.005)
-        return [path.read_bytes() for path in paths]
+    def main(channel: HostChannel, position: int) -> tuple[int, int, int]:
+        for turn in range(3):
+            assert channel.start_maximum((position, turn), SECONDS).wait() == (size - 1, turn)
+        turns.wait(SECONDS)
+        counts = len(sockets_of_this_process() - before), channel.connections, len(sends)
+        turns.wait(SECONDS)
+        return counts
 
-    sends = 0
-    original = socket.socket.send
-
-    def send(self: socket.socket, message: Any) -> int:
-        nonlocal sends
-        sends += 1
-        return original(self, message)
-
-    socket.socket.send = send  # type: ignore[assignment, method-assign]
-    before = sockets_of_this_process()
-    channel = open_channel(position, range(size), share)
-    assert isinstance(channel, HostChannel), channel
-    words = [channel.start_maximum((position, turn), SECONDS).wait() for turn in range(3)]
-    used = len(sockets_of_this_process() - before)
-    text = f"{words == [(size - 1, turn) for turn in range(3)]} {used} {channel.connections} {sends}"
-    channel.leave()
-    (folder / f"counted{position}").write_text(f"{text} {len(sockets_of_this_process() - before)}")
-
-
-@pytest.mark.parametrize("size", [2, 5, 16, 64])
-def test_hops_and_connections_of_processes(size: int, tmp_path: Path) -> None:
-    """⌈log2 W⌉ connections in each direction, the listener gone; as many hops, one message each."""
-    context = multiprocessing.get_context("fork")  # with nothing but sockets in it: importing torch 64 times takes minutes
-    processes = [context.Process(target=counted_rank, args=(k, size, tmp_path), daemon=True) for k in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(SECONDS)
-        if process.is_alive():
-            process.kill()
     rounds = (size - 1).bit_length()
-    texts = {(tmp_path / f"counted{k}").read_text() for k in range(size)}
-    assert texts == {f"True {2 * rounds} {2 * rounds} {3 * rounds} 0"}
+    assert run_channels(size, main) == [(2 * rounds * size, 2 * rounds, 3 * rounds * size)] * size
+    assert not sockets_of_this_process() - before
 
 
 # Strangers.
@@ -341,10 +307,9 @@ def test_another_program_is_not_taken_for_a_rank(says: Any, why: str) -> None:
 
 def test_listens_only_where_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    listener = Listener("")
-    assert {address for address, _ in listener.door.places} <= {"127.0.0.1", "::1"}
-    assert {listening.getsockname()[:2] for listening in listener.sockets} == set(listener.door.places)
-    listener.close()
+    with contextlib.closing(Listener("")) as listener:
+        assert {address for address, _ in listener.door.places} <= {"127.0.0.1", "::1"}
+        assert {listening.getsockname()[:2] for listening in listener.sockets} == set(listener.door.places)
 
 
 def test_ports_that_ranks_may_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,13 +319,11 @@ def test_ports_that_ranks_may_listen_on(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv("MESHMUON_PORTS", f"{port}-{port}")
         assert "all of these ports are in use at 127.0.0.1" in Listener("").door.trouble
     monkeypatch.setenv("MESHMUON_PORTS", f"{port}")
-    listener = Listener("")
-    assert {place[1] for place in listener.door.places} == {port}
-    listener.close()
+    with contextlib.closing(Listener("")) as listener:
+        assert {place[1] for place in listener.door.places} == {port}
     monkeypatch.setenv("MESHMUON_PORTS", "")
-    listener = Listener("")
-    assert listener.door.places
-    listener.close()
+    with contextlib.closing(Listener("")) as listener:
+        assert listener.door.places
     for wrong in ("many", "9-8", "5-70000", "-", "0-99999999999999"):
         monkeypatch.setenv("MESHMUON_PORTS", wrong)
         door = Listener("").door
@@ -368,7 +331,11 @@ def test_ports_that_ranks_may_listen_on(monkeypatch: pytest.MonkeyPatch) -> None
         assert "write the first and the last port" in door.trouble
 
 
-def test_a_rank_that_nobody_can_call_is_known_to_all() -> None:
+def nowhere(position: int, door: Door) -> Door:
+    return dataclasses.replace(door, places=(("127.0.0.1", 1),)) if position == 1 else door
+
+
+def test_a_rank_that_nobody_can_call_is_known_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks go without a channel together: if one cannot listen, at once, and if one cannot be reached, after the time."""
 
     def mute(position: int, door: Door) -> Door:
@@ -376,22 +343,14 @@ def test_a_rank_that_nobody_can_call_is_known_to_all() -> None:
 
     assert [str(error) for error in run_channels(3, find_maximum, Doors(3, mute))] == ["rank 101: no network"] * 3
 
-    def nowhere(position: int, door: Door) -> Door:
-        return dataclasses.replace(door, places=(("127.0.0.1", 1),)) if position == 1 else door
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(host_channel, "_CONNECTING_SECONDS", 1.0)
-        found = {str(error) for error in run_channels(3, find_maximum, Doors(3, nowhere))}
+    monkeypatch.setattr(host_channel, "_CONNECTING_SECONDS", 1.0)
+    found = {str(error) for error in run_channels(3, find_maximum, Doors(3, nowhere))}
     assert len(found) == 1
     assert re.search(r"rank 10\d: no connection with rank 10\d after 1 s \(127.0.0.1 port 1: .*refused\)", found.pop())
 
 
 def test_the_reason_is_told_also_if_another_rank_gives_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 101, which nobody can reach, only knows that the others do not call. Rank 100 hears when it gives up."""
-
-    def nowhere(position: int, door: Door) -> Door:
-        return dataclasses.replace(door, places=(("127.0.0.1", 1),)) if position == 1 else door
-
     patient = Connecting.run
     monkeypatch.setattr(Connecting, "run", lambda self, door, _: patient(self, door, 1.0 if self._rank == 101 else SECONDS))
     begin = time.monotonic()
@@ -601,7 +560,11 @@ def test_a_fork_holds_no_connection() -> None:
 
     In a process of its own, which has no threads but the two: forking one with the threads of other tests may crash.
     """
-    process = fork_server().Process(target=_fork_holds_no_connection)
+    run_in_a_process(_fork_holds_no_connection)
+
+
+def run_in_a_process(work: Callable[[], None]) -> None:
+    process = fork_server().Process(target=work)
     process.start()
     process.join(4 * SECONDS)
     assert process.exitcode == 0
@@ -630,50 +593,28 @@ def _fork_holds_no_connection() -> None:
 
 
 def test_a_fork_during_a_wait_has_the_usual_switch_interval() -> None:
-    process = fork_server().Process(target=_fork_during_a_wait)
-    process.start()
-    process.join(4 * SECONDS)
-    assert process.exitcode == 0
+    run_in_a_process(_fork_during_a_wait)
 
 
 def _fork_during_a_wait() -> None:
     usual = sys.getswitchinterval()
     with host_channel.prompt_switches:
         assert sys.getswitchinterval() < usual
-        thread = threading.Thread(target=_fork_and_compare, args=(usual,))
-        thread.start()
-        thread.join()
+        child = os.fork()
+        if child == 0:
+            after_fork = sys.getswitchinterval()
+            with host_channel.prompt_switches:
+                pass
+            os._exit(0 if (after_fork, sys.getswitchinterval()) == (usual, usual) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert sys.getswitchinterval() == usual
-    assert forks == [0]
-
-
-forks: list[int] = []
-
-
-def _fork_and_compare(usual: float) -> None:
-    child = os.fork()
-    if child == 0:
-        after_fork = sys.getswitchinterval()
-        with host_channel.prompt_switches:
-            pass
-        os._exit(0 if (after_fork, sys.getswitchinterval()) == (usual, usual) else 1)
-    forks.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_channel_that_nobody_uses_any_more_closes_its_connections() -> None:
     before = sockets_of_this_process()
     doors = Doors(2)
-    channels: list[Any] = [None, None]
-
-    def main(position: int) -> None:
-        channels[position] = open_channel(position, range(2), doors.sharer(position))
-        channels[position].start_maximum((position,), SECONDS).wait()
-
-    thread = threading.Thread(target=main, args=(1,))
-    thread.start()
-    main(0)
-    thread.join()
+    with ThreadPoolExecutor() as threads:
+        channels = list(threads.map(lambda rank: open_channel(rank, range(2), doors.sharer(rank)), range(2)))
     assert len(sockets_of_this_process() - before) == 4
-    del thread
     channels.clear()
     assert not sockets_of_this_process() - before
