@@ -21,7 +21,7 @@ from tests.support import nccl_like
 from tests.support.injector import Fault, await_files, fail_at, kill_this_rank, stall_at
 from tests.support.lost_ranks import run_tries
 from tests.support.processes import GROUP_TIMEOUT, RankOutcome, fork_server, results_of, run_ranks, shorten_timeouts
-from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
+from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps, world_mesh
 from tests.support.tensors import seeded
 
 WORLD, LOST, STEPS = 4, 1, 5  # in a ring of four, rank 3 has no connection to rank 1
@@ -85,9 +85,7 @@ def muon_rank(rank: int, folder: Path, step: int, phase: str, action: Any, left:
     if phase == "between steps":
         fault = fail_at(LOST, step, "before the agreement", action, folder)
         if rank == LOST:
-            for earlier in range(step):
-                give_gradients(params, earlier)
-                optimizer.step()
+            run_steps(params, optimizer, range(step))
             action()
     else:
         fault = fail_at(LOST, step, phase, action, folder)

@@ -21,7 +21,19 @@ from meshmuon.execute import executor
 from meshmuon.optim import muon_step
 from meshmuon.plan import Plan, make_plan
 from tests.support.processes import RankOutcome, results_of, run_ranks
-from tests.support.small_model import S0, S1, R, after, assert_equal, give_gradients, initial, muon_of, on_mesh, world_mesh
+from tests.support.small_model import (
+    S0,
+    S1,
+    R,
+    after,
+    assert_equal,
+    give_gradients,
+    initial,
+    muon_of,
+    on_mesh,
+    run_steps,
+    world_mesh,
+)
 from tests.support.tensors import assert_untouched, everything, local, same, seeded
 
 WORLD, ODD = 3, 1  # the odd one out
@@ -120,9 +132,7 @@ def refused_rank(rank: int, folder: Path) -> dict[tuple[str, int], Said]:
 def refused_case(rank: int, case: Refusal, first: int) -> Said:
     params = initial(world_mesh())
     optimizer = muon_of(params, **case.options)
-    for step in range(first):
-        give_gradients(params, step)
-        optimizer.step()
+    run_steps(params, optimizer, range(first))
     give_gradients(params, first)
     kept = [dict(group) for group in optimizer.param_groups]
     if rank == ODD:
@@ -134,9 +144,7 @@ def refused_case(rank: int, case: Refusal, first: int) -> Said:
     for group, old in zip(optimizer.param_groups, kept, strict=True):
         group.clear()
         group.update(old)
-    for step in range(first, 4):
-        give_gradients(params, step)
-        optimizer.step()
+    run_steps(params, optimizer, range(first, 4))
     assert_equal(params, after(4))
     return said
 
@@ -183,9 +191,7 @@ def unready_rank(rank: int, folder: Path, where: str, later: bool) -> Said:
         said = refused(optimizer)
     for param, old in zip(params, before, strict=True):
         same(local(param), old, "a parameter that a refused step must not write")
-    for step in range(first, 3):
-        give_gradients(params, step)
-        optimizer.step()
+    run_steps(params, optimizer, range(first, 3))
     assert_equal(params, after(3))
     return said
 
@@ -254,8 +260,7 @@ def parted_rank(rank: int, folder: Path, what: str) -> tuple[Said | None, Said]:
     if what == "replicas":
         params[0] = nn.Parameter(on_mesh(seeded((8, 6), 0), mesh, R))
     optimizer = muon_of(params, scheme=moody, replicas="repeat")
-    give_gradients(params, 0)
-    optimizer.step()
+    run_steps(params, optimizer, [0])
     saved = copy.deepcopy(([local(param) for param in params], optimizer.state_dict()))
     give_gradients(params, 1)
     failing = rank == ODD
@@ -269,9 +274,7 @@ def parted_rank(rank: int, folder: Path, what: str) -> tuple[Said | None, Said]:
     for param, value in zip(params, saved[0], strict=True):
         param.detach().to_local().copy_(value)
     optimizer.load_state_dict(saved[1])
-    for step in (1, 2):
-        give_gradients(params, step)
-        optimizer.step()
+    run_steps(params, optimizer, (1, 2))
     assert_equal(params, after(3, scheme=moody))
     return own, shown
 
