@@ -146,6 +146,14 @@ def test_a_rank_killed_among_many_waves(phase: str, tmp_path: Path) -> None:
     check_lost(ended, {"gather", "scatter", "agreement"}, {2, 3})
 
 
+def check_survivors(reports: list[Report]) -> None:
+    """All ranks but the lost one heard at once, and none steps on."""
+    for rank, report in enumerate(reports):
+        assert rank == LOST or report.kind == "TransportError", report
+        assert all(kind != "nothing" for kind, _ in report.later), report
+        assert not report.timed_out(GROUP_TIMEOUT), report
+
+
 def check_lost(ended: list[RankOutcome], allowed: set[str], completed: set[int]) -> None:
     assert ended[LOST].trouble == "killed", ended[LOST]
     reports: list[Report] = results_of([one for rank, one in enumerate(ended) if rank != LOST])
@@ -234,10 +242,7 @@ def test_a_rank_that_leaves_a_step(phase: str, action: type[Raise], tmp_path: Pa
     reports: list[Report] = results_of(ended)
     assert reports[LOST].kind == type(action.error).__name__
     assert [kind for kind, _ in reports[LOST].later] == ["StateError", "StateError"]
-    for rank, report in enumerate(reports):
-        assert rank == LOST or report.kind == "TransportError", report
-        assert all(kind != "nothing" for kind, _ in report.later), report
-        assert not report.timed_out(GROUP_TIMEOUT), report
+    check_survivors(reports)
 
 
 @pytest.mark.parametrize("action", [Raise, Interrupt])
@@ -245,10 +250,10 @@ def test_a_rank_that_leaves_while_the_others_are_ready(action: type[Raise], tmp_
     """In the first step, whose plan it has not prepared yet; nothing is half done."""
     reports: list[Report] = results_of(run_ranks(WORLD, muon_rank, tmp_path, 0, "making ready", action(tmp_path), WORLD, {}))
     assert reports[LOST].kind == type(action.error).__name__
+    check_survivors(reports)
     for rank, report in enumerate(reports):
-        assert rank == LOST or (report.kind == "TransportError" and report.phase == "agreement"), report
+        assert rank == LOST or report.phase == "agreement", report
         assert [kind for kind, _ in report.later] == ["TransportError"] * 2, report
-        assert not report.timed_out(GROUP_TIMEOUT), report
 
 
 @pytest.mark.parametrize(("phase", "action"), [("gather", Kill), ("orthogonalise", Kill), ("before the gather", Raise)])
@@ -268,10 +273,7 @@ def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
         run_ranks(WORLD, muon_rank, tmp_path, 2, "in the agreement", Interrupt(tmp_path), WORLD, {})
     )
     assert reports[LOST].kind == "KeyboardInterrupt"
-    for rank, report in enumerate(reports):
-        assert rank == LOST or report.kind == "TransportError", report
-        assert all(kind != "nothing" for kind, _ in report.later), report
-        assert not report.timed_out(GROUP_TIMEOUT), report
+    check_survivors(reports)
 
 
 # Ranks that look for each other in different groups.
