@@ -18,6 +18,7 @@ import random
 import secrets
 import socket
 import struct
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -123,17 +124,20 @@ class Connecting:
         self._targets, self._sources = frozenset(targets), frozenset(sources)
         self._key = hashlib.sha256("".join(door.secret for door in doors.values()).encode()).digest()
         self._troubles: dict[int, dict[str, str]] = {target: {} for target in self._targets}  # by address
-        self._seconds = 0.0
+        self._seconds = self._end = 0.0
         self._ended: asyncio.Future[None]  # once all connections are made, or a rank has given up
         self.outgoing: dict[int, socket.socket] = {}
         self.incoming: dict[int, socket.socket] = {}
 
     def run(self, listener: Listener, seconds: float) -> None:
         """Makes all connections, or raises ``UnreachableError`` and has made none; closes the listener."""
-        self._seconds = seconds
+        self._seconds, self._end = seconds, time.monotonic() + seconds
         try:
             with ThreadPoolExecutor(1) as thread:  # an event loop may run in that of the caller, as in notebooks
-                thread.submit(asyncio.run, self._connect(listener)).result()
+                try:
+                    thread.submit(asyncio.run, self._connect(listener)).result()
+                finally:
+                    self._end = 0.0  # after Ctrl-C, which only the caller hears
         except BaseException:
             self.close()
             raise
@@ -148,15 +152,13 @@ class Connecting:
         self._ended = asyncio.get_running_loop().create_future()
         conversations = [self._accept(listening) for listening in listener.sockets]
         conversations += [self._call(target, *place) for target in self._targets for place in self._doors[target].places]
-        tasks = [asyncio.create_task(conversation) for conversation in conversations]
-        try:
-            await asyncio.wait_for(self._ended, self._seconds)
-        except asyncio.TimeoutError:
-            missing = self._targets - self.outgoing.keys() or self._sources - self.incoming.keys()
-            raise UnreachableError(self._summary(min(missing))) from None
-        finally:
-            for task in tasks:
-                task.cancel()
+        _tasks = [asyncio.create_task(conversation) for conversation in conversations]  # the loop itself does not keep them
+        while not self._ended.done():
+            if time.monotonic() > self._end:
+                missing = self._targets - self.outgoing.keys() or self._sources - self.incoming.keys()
+                raise UnreachableError(self._summary(min(missing)))
+            await asyncio.wait([self._ended], timeout=0.1)
+        self._ended.result()
 
     async def _call(self, target: int, address: str, port: int) -> None:
         """Calls a target at one of its places until one of them has answered."""

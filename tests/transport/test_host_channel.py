@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -611,10 +612,14 @@ def _fork_during_a_wait() -> None:
 
 
 def test_a_channel_that_nobody_uses_any_more_closes_its_connections() -> None:
-    before = sockets_of_this_process()
-    doors = Doors(2)
+    """Opened inside a running event loop, as in a notebook."""
+    before, doors = sockets_of_this_process(), Doors(2)
+
+    async def opened(rank: int) -> HostChannel | str:
+        return open_channel(rank, range(2), doors.sharer(rank))
+
     with ThreadPoolExecutor() as threads:
-        channels = list(threads.map(lambda rank: open_channel(rank, range(2), doors.sharer(rank)), range(2)))
+        channels = list(threads.map(lambda rank: asyncio.run(opened(rank)), range(2)))
     assert len(sockets_of_this_process() - before) == 4
     channels.clear()
     assert not sockets_of_this_process() - before
