@@ -136,27 +136,14 @@ def test_hsdp_shards_may_lack_a_gradient_together() -> None:
 
 # Ranks that were built differently.
 
-Change = Callable[[DeviceMesh, list[tuple[str, nn.Parameter]], dict[str, Any]], None]
+Change = Callable[[DeviceMesh, list[tuple[str, nn.Parameter]], dict[str, Any]], object]
 
 
-def other_order(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
-    named[0], named[1] = named[1], named[0]
+def other_two(value: Tensor, placement: Any = S0) -> Change:
+    def change(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
+        named[1] = ("two", nn.Parameter(distribute_tensor(value, mesh, [placement], src_data_rank=None)))
 
-
-def other_shape(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
-    named[1] = ("two", nn.Parameter(distribute_tensor(torch.ones(6, 9), mesh, [S0], src_data_rank=None)))
-
-
-def other_placements(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
-    named[1] = ("two", nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [S1], src_data_rank=None)))
-
-
-def other_dtype(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
-    named[1] = ("two", nn.Parameter(named[1][1].detach().double()))
-
-
-def one_less(mesh: DeviceMesh, named: list[tuple[str, nn.Parameter]], options: dict[str, Any]) -> None:
-    named.pop()
+    return change
 
 
 def setting(**changed: Any) -> Change:
@@ -164,11 +151,11 @@ def setting(**changed: Any) -> Change:
 
 
 MISMATCHES: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "order": (other_order, ("one: rank 1 has two in its place",)),
-    "shape": (other_shape, ("two: rank 1 has 6×9",)),
-    "placements": (other_placements, ("two: rank 1 has 6×4 [S(1)]",)),
-    "dtype": (other_dtype, ("two: rank 1 has", "float64")),
-    "one parameter less": (one_less, ("three: rank 0 has it, rank 1 does not",)),
+    "order": (lambda mesh, named, options: named.insert(0, named.pop(1)), ("one: rank 1 has two in its place",)),
+    "shape": (other_two(torch.ones(6, 9)), ("two: rank 1 has 6×9",)),
+    "placements": (other_two(torch.ones(6, 4), S1), ("two: rank 1 has 6×4 [S(1)]",)),
+    "dtype": (other_two(torch.ones(6, 4).double()), ("two: rank 1 has", "float64")),
+    "one parameter less": (lambda mesh, named, options: named.pop(), ("three: rank 0 has it, rank 1 does not",)),
     "chunk_size": (setting(chunk_size=1), ("rank 1 was given chunk_size=1, rank 0 chunk_size=-1: give",)),
     "warmup_step": (setting(warmup_step=0), ("rank 1 was given in_flight=1, rank 0 in_flight=6: give",)),
     "memory_budget": (setting(memory_budget=1000), ("rank 1 was given budget=1000, rank 0 budget=67108864: give",)),
