@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from .addresses import own_addresses
 from .plain_data import sendable
 
-PROTOCOL = 1
+PROTOCOL = 2
 PORTS = "MESHMUON_PORTS"
 _MAGIC = b"meshmuon"
 _HELLO = struct.Struct("!8sHII16s")  # magic, version, rank of the caller and of the called, a random number

@@ -48,11 +48,6 @@ _living: weakref.WeakSet[HostChannel] = weakref.WeakSet()
 Share = Callable[[bytes], list[bytes]]  # every rank's message, in the order of ranks, from that of this rank
 
 
-def distances(size: int) -> tuple[int, ...]:
-    """The distance of each round among ``size`` ranks: (1, 2, 4) for 5 to 8 ranks, none for a single one."""
-    return tuple(1 << k for k in range((size - 1).bit_length()))
-
-
 def open_channel(rank: int, ranks: Sequence[int], share: Share) -> HostChannel | str:
     """Connects the ranks of a process group; all of them call it. Returns on all ranks a channel, or on all why there is none.
 
@@ -61,8 +56,9 @@ def open_channel(rank: int, ranks: Sequence[int], share: Share) -> HostChannel |
     import meshmuon  # whose version is not known yet when this file is imported
 
     position, size, trouble = ranks.index(rank), len(ranks), ""
-    targets = [ranks[(position + distance) % size] for distance in distances(size)]
-    sources = [ranks[(position - distance) % size] for distance in distances(size)]
+    distances = [1 << number for number in range((size - 1).bit_length())]  # of each round
+    targets = [ranks[(position + distance) % size] for distance in distances]
+    sources = [ranks[(position - distance) % size] for distance in distances]
     if size == 1:
         return HostChannel(rank, ranks, [])
     with closing(Listener(meshmuon.__version__)) as listener:
