@@ -89,19 +89,3 @@ def test_sharded_anew_between_steps(where: str, how: str) -> None:
     text = one_text(run_threads(WORLD, main))
     assert text.startswith(f"StateError: rank {0 if where == 'all ranks' else ODD}: a now lies")
     assert "Build a new optimizer after resharding parameters" in text
-
-
-def test_data_that_is_cut_otherwise() -> None:
-    """The data of a DTensor replaced by one with other placements."""
-
-    def main(rank: int) -> str:
-        mesh, params, optimizer = build("DTensors")
-        assert mesh is not None
-        give_gradients(params, 0)
-        optimizer.step()
-        other = distribute_tensor(seeded((8, 6), 0), mesh, [S1], src_data_rank=None)
-        give_data(params[0], other)
-        give_gradients(params, 1)
-        return refused(optimizer)
-
-    assert one_text(run_threads(WORLD, main)).startswith("StateError: rank 0: a now lies")

@@ -271,10 +271,10 @@ def test_strangers_do_not_exhaust_descriptors(most: int, seconds: float, monkeyp
 
 
 def test_addresses_that_lead_nowhere() -> None:
-    """Nothing is there, or nothing answers, or this host has no route: the other addresses are tried at the same time."""
+    """Nothing is there, or nothing answers, or this host has no route: the others, one of them twice, are tried meanwhile."""
 
     def astray(position: int, door: Door) -> Door:
-        return dataclasses.replace(door, places=(("240.0.0.1", 9), ("fe80::1", 9), ("127.0.0.1", 1), *door.places))
+        return dataclasses.replace(door, places=(("240.0.0.1", 9), ("fe80::1", 9), ("127.0.0.1", 1), *door.places, *door.places))
 
     assert run_channels(3, find_maximum, Doors(3, astray)) == [(2,)] * 3
 
@@ -358,6 +358,19 @@ def test_the_reason_is_told_also_if_another_rank_gives_up_first(monkeypatch: pyt
     found = {str(error) for error in run_channels(2, find_maximum, Doors(2, nowhere))}
     assert len(found) == 1
     assert re.search(r"rank 100: no connection with rank 101 after .*\(127.0.0.1 port 1: .*refused\)", found.pop())
+    assert time.monotonic() - begin < SECONDS / 2
+
+
+def test_ctrl_c_while_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *work: Any) -> Any:
+            super().submit(*work)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(connecting, "ThreadPoolExecutor", Interrupted)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Connecting(0, dict.fromkeys(range(2), Door("", (), "")), [], [1]).run(Listener(""), SECONDS)
     assert time.monotonic() - begin < SECONDS / 2
 
 
