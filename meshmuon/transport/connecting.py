@@ -145,8 +145,11 @@ class Connecting:
             listener.close()
 
     def close(self) -> None:
-        for connection in (*self.outgoing.values(), *self.incoming.values()):
+        for connection in self._kept():
             connection.close()
+
+    def _kept(self) -> list[socket.socket]:
+        return [*self.outgoing.values(), *self.incoming.values()]
 
     async def _connect(self, listener: Listener) -> None:
         self._ended = asyncio.get_running_loop().create_future()
@@ -156,8 +159,10 @@ class Connecting:
         while not self._ended.done():
             if time.monotonic() > self._end:
                 missing = self._targets - self.outgoing.keys() or self._sources - self.incoming.keys()
-                raise UnreachableError(self._summary(min(missing)))
+                self._ended.set_exception(UnreachableError(self._summary(min(missing))))
             await asyncio.wait([self._ended], timeout=0.1)
+        for connection in self._kept():
+            asyncio.get_running_loop().remove_reader(connection)
         self._ended.result()
 
     async def _call(self, target: int, address: str, port: int) -> None:
@@ -236,7 +241,7 @@ class Connecting:
         try:
             yield connection
         finally:
-            if connection not in (*self.outgoing.values(), *self.incoming.values()):
+            if connection not in self._kept():
                 connection.close()
 
     def _proof(self, role: bytes, hello: bytes, number: bytes) -> bytes:
