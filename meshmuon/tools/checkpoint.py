@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,12 +27,6 @@ Progress: TypeAlias = Callable[[int, int], None]
 _FORMAT = 1
 _CHUNK = 1 << 22
 _READERS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    bytes: int
-    sha256: str
 
 
 def write_manifest(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
@@ -55,7 +47,7 @@ def write_manifest(path: str | os.PathLike[str], *, progress: Progress | None = 
     if not paths:
         raise CheckpointError(f"{checkpoint} holds no files: save the checkpoint first, then write its manifest.")
     sizes = {name: file.stat().st_size for name, file in paths.items()}
-    records = _read_files(paths, sizes, progress)
+    files = _read_files(paths, sizes, progress)
     for name, size in sizes.items():
         if (now := paths[name].stat().st_size) != size:
             raise CheckpointError(
@@ -64,7 +56,6 @@ def write_manifest(path: str | os.PathLike[str], *, progress: Progress | None = 
             )
     if _manifest_path(checkpoint).is_dir():
         raise CheckpointError(f"{_manifest_path(checkpoint)} is a folder: remove it, the manifest has this name.")
-    files = {name: asdict(record) for name, record in sorted(records.items())}
     manifest = {"format": _FORMAT, "digest": _digest(files), "files": files}
     _replace(_manifest_path(checkpoint), json.dumps(manifest, indent=1))
     return _manifest_path(checkpoint)
@@ -82,16 +73,17 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
     checkpoint = Path(path)
     paths, expected = _file_paths(checkpoint), _read_manifest(checkpoint)
     sizes = {name: paths[name].stat().st_size for name in expected if name in paths}
-    records = _read_files(paths, {name: size for name, size in sizes.items() if size == expected[name].bytes}, progress)
+    records = _read_files(paths, {name: size for name, size in sizes.items() if size == expected[name]["bytes"]}, progress)
     problems = []
     for name, record in expected.items():
+        size, digest = record["bytes"], record["sha256"]
         if name not in paths:
-            problems.append(f"{name} is missing ({record.bytes} bytes)")
-        elif sizes[name] != record.bytes:
-            what = "truncated" if sizes[name] < record.bytes else "longer than it was"
-            problems.append(f"{name} is {what}: expected {record.bytes} bytes, found {sizes[name]}")
+            problems.append(f"{name} is missing ({size} bytes)")
+        elif sizes[name] != size:
+            what = "truncated" if sizes[name] < size else "longer than it was"
+            problems.append(f"{name} is {what}: expected {size} bytes, found {sizes[name]}")
         elif records[name] != record:
-            problems.append(f"{name} has changed: expected SHA-256 {record.sha256[:16]}…, found {records[name].sha256[:16]}…")
+            problems.append(f"{name} has changed: expected SHA-256 {digest[:16]}…, found {records[name]['sha256'][:16]}…")
     problems += [f"{name} is extra: it was not there when the manifest was written" for name in paths if name not in expected]
     if problems:
         raise CheckpointError(
@@ -107,10 +99,10 @@ def _manifest_path(checkpoint: Path) -> Path:
 def _file_paths(checkpoint: Path) -> dict[str, Path]:
     """The checkpoint's files, sorted, by their name in the manifest."""
     if checkpoint.is_dir():
-        manifests = (MANIFEST, f"{MANIFEST}.tmp")
         walked = sorted(Path(folder, name) for folder, _, names in os.walk(checkpoint, onerror=_raise) for name in names)
         paths = {path.relative_to(checkpoint).as_posix(): path for path in walked}
-        paths = {name: path for name, path in paths.items() if name not in manifests}
+        for name in (MANIFEST, f"{MANIFEST}.tmp"):
+            paths.pop(name, None)
     elif checkpoint.exists():
         paths = {checkpoint.name: checkpoint}
     else:
@@ -118,7 +110,7 @@ def _file_paths(checkpoint: Path) -> dict[str, Path]:
     for path in paths.values():
         if not path.exists():
             raise CheckpointError(f"{path} is a broken link: remove it, or restore its target.")
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait forever
+        if not path.is_file():  # reading a pipe would wait forever
             raise CheckpointError(f"{path} is not a regular file: a checkpoint's folder must hold nothing else.")
     return paths
 
@@ -127,7 +119,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _read_files(files: Mapping[str, Path], sizes: Mapping[str, int], progress: Progress | None) -> dict[str, _File]:
+def _read_files(files: Mapping[str, Path], sizes: Mapping[str, int], progress: Progress | None) -> dict[str, Any]:
     """Reads and hashes the files that ``sizes`` names, each up to that size: a file that is still written may never end."""
     lock, done, total = threading.Lock(), 0, sum(sizes.values())
 
@@ -138,14 +130,14 @@ def _read_files(files: Mapping[str, Path], sizes: Mapping[str, int], progress: P
                 done += count
                 progress(done, total)
 
-    def read(name: str) -> _File:
+    def read(name: str) -> dict[str, Any]:
         hasher, size = hashlib.sha256(), 0
         with files[name].open("rb") as file:
             while size < sizes[name] and (chunk := file.read(_CHUNK)):
                 hasher.update(chunk)  # releases the interpreter's lock, so several files are hashed in parallel
                 size += len(chunk)
                 report(len(chunk))
-        return _File(size, hasher.hexdigest())
+        return {"bytes": size, "sha256": hasher.hexdigest()}
 
     readers = ThreadPoolExecutor(_READERS)
     try:
@@ -172,7 +164,7 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def _read_manifest(checkpoint: Path) -> dict[str, _File]:
+def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     path = _manifest_path(checkpoint)
     if not path.exists():
         raise CheckpointError(
@@ -188,7 +180,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, _File]:
             )
         if digest != _digest(files):
             raise ValueError("its own digest differs")
-        return {name: _File(int(record["bytes"]), str(record["sha256"])) for name, record in files.items()}
+        return {name: {"bytes": int(record["bytes"]), "sha256": str(record["sha256"])} for name, record in files.items()}
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
