@@ -67,16 +67,18 @@ class SavedGroup:
 
     def state(self, name: str, entry: StateDict | None) -> dict[str, Tensor]:
         """The state of a parameter, with all that its optimizer saves; empty if there is none, so that it starts from zero."""
+        if not entry:
+            return {}
         expected = (self.form.momentum,) if self.use_muon else self.form.moments
-        for key in expected if entry else ():
-            value = (entry or {}).get(key)
+        for key in expected:
+            value = entry.get(key)
             if value is None or not (isinstance(value, Tensor) or key == "step"):
                 raise StateError(
-                    f"{name}: {key} is {shown(value)} in its saved state, which has {sorted(map(str, entry or ()))}; "
+                    f"{name}: {key} is {shown(value)} in its saved state, which has {sorted(map(str, entry))}; "
                     f"{self.form.whose} saves {', '.join(expected)} for it. An empty entry starts it from zero on purpose."
                 )
-        state = dict(zip((MOMENTUM,) if self.use_muon else ADAMW_KEYS, map((entry or {}).get, expected), strict=True))
-        return {key: torch.tensor(float(value)) if key == "step" else value.detach() for key, value in state.items() if entry}
+        state = zip((MOMENTUM,) if self.use_muon else ADAMW_KEYS, (entry[key] for key in expected), strict=True)
+        return {key: torch.tensor(float(value)) if key == "step" else value.detach() for key, value in state}
 
 
 def raises_state_errors(convert: Callable[_Args, dict[str, Any]]) -> Callable[_Args, dict[str, Any]]:

@@ -254,7 +254,9 @@ def _dions_options(group: SavedGroup) -> dict[str, Any]:
             f"{', '.join(map(repr, _DION_LR_RULES))}. For another rule, set it to None in the saved state and build the "
             "optimizer with adjust_lr_fn=lambda rows, cols: ..."
         )
-    translated = {key: float(options[key]) for key in ("lr", "weight_decay", "initial_lr") if key in options}  # from tensors
+    translated: dict[str, Any] = {
+        key: float(options[key]) for key in ("lr", "weight_decay", "initial_lr") if key in options
+    }  # from tensors
     if not group.use_muon:
         if options.get("cautious_wd") and options["weight_decay"]:
             raise StateError(

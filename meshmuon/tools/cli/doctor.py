@@ -67,11 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
         reason = str(error).rstrip(".")
         print(f"meshmuon doctor: this rank could not start: {reason}. Start all ranks of WORLD_SIZE at once.", file=sys.stderr)
         return 1
-    ending = run_doctor(context)
-    if ending.code:
+    if code := run_doctor(context):
         # At once: a thread may still wait for a lost rank, and a launcher terminates this rank when it sees another's exit code.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # its reader has stopped
                 stream.flush()
-        os._exit(ending.code)
+        os._exit(code)
     return 0

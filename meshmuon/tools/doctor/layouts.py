@@ -50,32 +50,29 @@ def _compared(context: Context, layout: str, model: nn.Module, whole: nn.Module,
     return comparison.finding(layout)
 
 
-def _fsdp(context: Context, layout: str, sizes: tuple[int, int, int], *mesh: int, **options: Any) -> Finding:
-    return _compared(context, layout, _sharded(context, Net(*sizes), *mesh), Net(*sizes), **options)
-
-
-def check_fsdp2(context: Context) -> Finding:
+def check_fsdp2(context: Context, what: str = "uneven shards", **options: Any) -> Finding:
     """With rows that do not divide."""
     world = context.world
-    return _fsdp(context, f"FSDP2 on {world}, uneven shards", (24, 3 * world + 1, 2 * world + 3), world)
+    sizes = (24, 3 * world + 1, 2 * world + 3)
+    return _compared(context, f"FSDP2 on {world}, {what}", _sharded(context, Net(*sizes), world), Net(*sizes), **options)
+
+
+def check_bf16_wire(context: Context) -> Finding:
+    return check_fsdp2(context, "bfloat16 on the wire", comm_dtype=torch.bfloat16)
 
 
 def check_empty_shards(context: Context) -> Finding:
     """FSDP2 with fewer rows than ranks."""
     world, rows = context.world, max(1, context.world // 2)
-    return _fsdp(context, f"FSDP2 with {counted(rows, 'row')} on {world}", (16, rows, 24), world)
+    layout, sizes = f"FSDP2 with {counted(rows, 'row')} on {world}", (16, rows, 24)
+    return _compared(context, layout, _sharded(context, Net(*sizes), world), Net(*sizes))
 
 
 def check_hsdp(context: Context) -> Finding:
     replicas, shards = context.two_axes()
     sizes = (24, 3 * shards + 1, 2 * shards + 3)
-    return _fsdp(context, f"HSDP on {replicas} × {shards} (replicas × shards)", sizes, replicas, shards)
-
-
-def check_bf16_wire(context: Context) -> Finding:
-    world = context.world
-    sizes = (24, 3 * world + 1, 2 * world + 3)
-    return _fsdp(context, f"FSDP2 on {world}, bfloat16 on the wire", sizes, world, comm_dtype=torch.bfloat16)
+    model = _sharded(context, Net(*sizes), replicas, shards)
+    return _compared(context, f"HSDP on {replicas} × {shards} (replicas × shards)", model, Net(*sizes))
 
 
 def check_tp_fsdp(context: Context) -> Finding:
@@ -97,17 +94,18 @@ def check_ep_fsdp(context: Context) -> Finding:
 
     ep, dp = context.two_axes()
     mesh, experts = context.mesh(dp, ep), 2 * ep + 1
-    values = {
-        "experts.w1": seeded((experts, 3 * dp + 1, 12), 1).to(context.device),
-        "experts.w2": seeded((experts, 12, 2 * dp + 1), 2).to(context.device),
-    }
+    whole = _seeded_params(context, {"experts.w1": (experts, 3 * dp + 1, 12), "experts.w2": (experts, 12, 2 * dp + 1)})
     params = {
-        name: nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(1), Shard(0)], src_data_rank=None))
-        for name, value in values.items()
+        name: nn.Parameter(distribute_tensor(param.detach().clone(), mesh, [Shard(1), Shard(0)], src_data_rank=None))
+        for name, param in whole.items()
     }
-    comparison = Comparison(context, params, {name: nn.Parameter(value) for name, value in values.items()})
+    comparison = Comparison(context, params, whole)
     comparison.run(range(_STEPS))
     return comparison.finding(f"EP × FSDP on {ep} × {dp}, {experts} experts")
+
+
+def _seeded_params(context: Context, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {name: nn.Parameter(seeded(shape, k).to(context.device)) for k, (name, shape) in enumerate(shapes.items())}
 
 
 def check_ddp(context: Context) -> Finding:
@@ -123,10 +121,7 @@ def check_ddp(context: Context) -> Finding:
 def check_dist_muon(context: Context) -> Finding:
     """Every rank has its own gradients, which ``DistMuon`` averages."""
     shapes = {"a": (13, 9), "b": (6, 14), "c": (5, 5), "d": (1, 7)}
-    own, alone = (
-        {name: nn.Parameter(seeded(shape, k).to(context.device)) for k, (name, shape) in enumerate(shapes.items())}
-        for _ in range(2)
-    )
+    own, alone = _seeded_params(context, shapes), _seeded_params(context, shapes)
     optimizer = DistMuon(list(own.items()), deterministic=True)
     reference = muon_on(alone, lr=0.02, adjust_lr_fn="original", weight_decay=0.0)
     comparison = Comparison(context, own, alone, optimizer, reference)
@@ -153,9 +148,8 @@ class ExpertNet(Net):
 
 
 def check_host_memory(context: Context) -> Finding:
-    if context.device.type == "cpu":
-        return Finding("the weights are in host memory anyway", skipped=True)
-    return with_and_without_offload(context)
+    on_cpu = context.device.type == "cpu"
+    return Finding("the weights are in host memory anyway", skipped=True) if on_cpu else with_and_without_offload(context)
 
 
 def with_and_without_offload(context: Context) -> Finding:
@@ -271,13 +265,8 @@ def check_stress(context: Context) -> Finding:
         for (name, param), twin in zip(model.named_parameters(), whole.parameters(), strict=True):
             if name == without:
                 param.grad = None
-            twin.grad = None if param.grad is None else _gathered(param.grad)
+            sharded = None if param.grad is None else as_dtensor(param.grad)
+            twin.grad = None if sharded is None else sharded.full_tensor()
 
     comparison.run(range(_QUICK_STRESS_STEPS if context.options.quick else _STRESS_STEPS), give_gradients)
     return comparison.finding(f"FSDP2's passes, ranks up to {1000 * _LONGEST_DELAY:g} ms late, {missing} steps lack a gradient")
-
-
-def _gathered(gradient: Tensor) -> Tensor:
-    """The whole gradient, on every rank."""
-    sharded = as_dtensor(gradient)
-    return gradient.detach().clone() if sharded is None else sharded.full_tensor()

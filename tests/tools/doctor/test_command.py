@@ -16,7 +16,6 @@ import meshmuon
 from meshmuon.plan import cost_model_from
 from meshmuon.tools.cli.main import main
 from meshmuon.tools.doctor import CHECKS, Context, DoctorOptions, run_doctor
-from meshmuon.tools.doctor.doctor import Ending
 from meshmuon.tools.predict.calibration import Calibration
 from tests.support.processes import results_of, run_ranks
 
@@ -64,7 +63,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
     folder = tmp_path_factory.mktemp("doctor")
     options = DoctorOptions(quick=True, save_file=folder / "saved.json", limit=100.0)
     first, second = results_of(run_ranks(2, doctor_rank, folder, {}, options))
-    assert (first.code, second.code, first.stuck, second.stuck) == (0, 0, False, False), first.text
+    assert (first.code, second.code) == (0, 0), first.text
     return first, folder / "saved.json"
 
 
@@ -174,26 +173,16 @@ def test_a_wrong_environment(
     assert text in refusal(capsys, "doctor", "--device", "cpu")
 
 
-@pytest.mark.parametrize(
-    ("backend", "text"),
-    [
-        ("zz", "--backend zz: this torch has no backend 'zz'. Those that it has: gloo"),
-        ("gloo,zz", "this torch has no backend 'gloo,zz'"),
-        ("cpu:zz", "this torch has no backend 'zz'"),
-        ("fake", "this torch has no backend 'fake'"),
-        ("", "this torch has no backend ''"),
-        ("cpu:gloo,cpu:gloo", "write one DEVICE:BACKEND for each type of device, such as cpu:gloo,cuda:nccl"),
-        ("cpu:gloo,gloo", "write one DEVICE:BACKEND for each type of device"),
-        ("cuda:gloo", "--backend cuda:gloo moves memory of cuda, and the ranks are on cpu"),
-    ],
-)
+@pytest.mark.parametrize("backend", ["zz", "gloo,zz", "cpu:zz", "fake", "", "cpu:gloo,cpu:gloo", "cpu:gloo,gloo", "cuda:gloo"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wrong_backend_is_refused_before_ranks_wait_for_each_other(
-    backend: str, text: str, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    backend: str, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No rank asks for the store: at this address there is none, and to wait for it would end with another exit code."""
     launch(monkeypatch, rank)
-    assert text in refusal(capsys, "doctor", "--device", "cpu", "--backend", backend)
+    found = refusal(capsys, "doctor", "--device", "cpu", "--backend", backend)
+    assert f"--backend {backend} does not move the memory of cpu, and the ranks are there. Leave it out" in found
+    assert "one of those that this torch has (gloo" in found
 
 
 @pytest.mark.parametrize("option", ["--json", "--save"])
@@ -245,8 +234,7 @@ def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         monkeypatch.delenv(name, raising=False)
     options = DoctorOptions(only=("join",), json_file=tmp_path / "report.json", device="cpu")
     stream = closed_pipe()
-    ending = run_doctor(Context.from_environment(options), stream)
-    assert ending == Ending(1, stuck=False)
+    assert run_doctor(Context.from_environment(options), stream) == 1
     assert json.loads((tmp_path / "report.json").read_text())["passed"]
     assert capsys.readouterr().err.count("has stopped reading. Use --json FILE") == 1
     with suppress(BrokenPipeError):  # what is still in its buffer
