@@ -85,39 +85,27 @@ def measure_rates(context: Context) -> Finding:
     """Rates of n × n products in each dtype, of the default orthogonalisation, and of elementwise work."""
     on_cpu, compute = context.device.type == "cpu", default_compute_dtype(context.device, torch.float32)
     dtypes = [torch.float32, *([] if on_cpu else [torch.float16]), *([torch.bfloat16] if not on_cpu or bfloat16_works() else [])]
-    products: dict[tuple[str, int], float] = {}
-    for dtype in dtypes:
-        products |= _rates(context, "products", _product, dtype)
-    orthogonalisation = _rates(context, "orthogonalisation", _orthogonalisation, compute)
-    figures = {"products": products, "orthogonalisation": orthogonalisation, "elementwise": _elementwise(context)}
+    figures = {
+        "products": {key: rate for dtype in dtypes for key, rate in _rates(context, "products", dtype).items()},
+        "orthogonalisation": _rates(context, "orthogonalisation", compute),
+        "elementwise": _elementwise(context),
+    }
     return summarise_rates(context, _by_rank(figures))
 
 
-def _product(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
-    """What is timed, and its FLOPs, as the next one."""
-    a = seeded((size, size), size).to(device, dtype)
-    return partial(torch.mm, a, a, out=torch.empty_like(a)), 2 * size**3
-
-
-def _orthogonalisation(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
-    x = seeded((_BATCH, size, size), size).to(device)
-    work = partial(orthogonalize, x, AUTO, out=torch.empty_like(x), workspace=Workspace())
-    return work, _BATCH * expected_flops(size, size, AUTO, "auto", dtype, device)
-
-
-def _rates(
-    context: Context,
-    title: str,
-    prepare: Callable[[torch.device, int, torch.dtype], tuple[Callable[[], object], float]],
-    dtype: torch.dtype,
-) -> dict[tuple[str, int], float]:
+def _rates(context: Context, title: str, dtype: torch.dtype) -> dict[tuple[str, int], float]:
     """FLOPs per second by dtype and size, for sizes that double, until one takes long."""
     rates: dict[tuple[str, int], float] = {}
-    largest = _LARGEST_SIZE.get(context.device.type, 8192) // (4 if context.options.quick else 1)
+    device, largest = context.device, _LARGEST_SIZE.get(context.device.type, 8192) // (4 if context.options.quick else 1)
     size, seconds = 128, 0.0
     while size <= largest and seconds <= _LONG_WORK[title]:
         with context.doing(f"measuring {title} of {size}×{size} in {dtype}"):
-            work, flops = prepare(context.device, size, dtype)
+            if title == "products":
+                a, flops = seeded((size, size), size).to(device, dtype), 2.0 * size**3
+                work = partial(torch.mm, a, a, out=torch.empty_like(a))
+            else:
+                a, flops = seeded((_BATCH, size, size), size).to(device), expected_flops(size, size, AUTO, "auto", dtype, device)
+                work, flops = partial(orthogonalize, a, AUTO, out=torch.empty_like(a), workspace=Workspace()), _BATCH * flops
             seconds = _median_seconds(context, work, 1000, at_least=0.1)
         rates[str(dtype).removeprefix("torch."), size] = flops / seconds
         size *= 2

@@ -261,7 +261,7 @@ REFUSALS: list[tuple[str, str]] = [
             "--scheme kellar": "Did you mean keller?",
             "--memory-budget x": "'x' is no number of bytes, such as 512K or 64M",
             f"--memory-budget {'9' * 400}G": "is no number of bytes",
-            "--mfu 2": "2 is not above 0 and at most 1",
+            "--mfu 2": "'2' is not above 0 and at most 1",
             "--json /nowhere/x": "/nowhere/x cannot be written",
             "--waves-ahead -1": "waves_ahead=-1 must be at least 0",
             "--tokens-per-step 0.5": "'0.5' is no number of at least 1, such as",

@@ -124,101 +124,77 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return written.err
 
 
-def launch(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """As a launcher would, but with an address at which there is no store."""
-    environment = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, str(value))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["doctor", "--only", "produce"], "there is no check 'produce'; the checks are join, versions, "),
-        (["doctor", "--skip", "x"], "there is no check 'x'"),
-        (["doctor", "--skip", "links", "--save", "file"], "--save needs the measurements rates, links, host, step"),
-        (["doctor", "--limit", "0"], "0 is not between 1 and 86400 seconds"),
-        (["doctor", "--limit", "soon"], "'soon' is no number of seconds"),
-        (["doctor", "--only", "join", "--skip", "join"], "--only and --skip both name 'join'. Leave it out of one of them"),
-        (["doctor", "--only", "tp,ddp", "--skip", "ep,ddp"], "--only and --skip both name 'ddp'"),
-        (["doctor", "--skip", "ddp,join"], "--skip cannot leave out 'join': all other checks need it"),
-        (["doctor", "--only", ","], "argument --only: it names no check"),
-        (["physician"], "invalid choice"),
-        ([], "the following arguments are required: command"),
-    ],
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+SECOND = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"  # of two ranks, whose store is not there
+BACKEND = (
+    "does not move the memory of cpu, and the ranks are there. Leave it out, or write one of those that this torch has (gloo"
 )
-def test_a_wrong_command_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert text in refusal(capsys, *arguments)
+REFUSALS: list[tuple[str, list[str], str]] = [
+    ("", ["physician"], "invalid choice"),
+    ("", [], "the following arguments are required: command"),
+    *(
+        (variables, ["doctor", "--device", "cpu"], text)
+        for variables, text in {
+            "WORLD_SIZE=abc": "WORLD_SIZE='abc' in the environment must be a whole number of at least 1",
+            "WORLD_SIZE=0": "WORLD_SIZE='0' in the environment must be a whole number of at least 1",
+            "RANK=-1": "RANK='-1' in the environment must be a whole number of at least 0",
+            "RANK=0 LOCAL_RANK=first": "LOCAL_RANK='first' in the environment",
+            "RANK=2 WORLD_SIZE=2": "RANK=2 is not below WORLD_SIZE=2",
+            "RANK=0 WORLD_SIZE=2": "MASTER_ADDR expected, but not set. Launch with torchrun",
+            "RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=abc": "set MASTER_ADDR and MASTER_PORT",
+        }.items()
+    ),
+    *(
+        ("", ["doctor", *arguments.split()], text)
+        for arguments, text in {
+            "--only produce": "there is no check 'produce'; the checks are join, versions, ",
+            "--skip x": "there is no check 'x'",
+            "--skip links --save file": "--save needs the measurements rates, links, host, step",
+            "--limit 0": "'0' is no number of seconds between 1 and 86400",
+            "--limit soon": "'soon' is no number of seconds",
+            "--only join --skip join": "--only and --skip both name 'join'. Leave it out of one of them",
+            "--skip ddp,join": "--skip cannot leave out 'join': all other checks need it",
+            "--only ,": "argument --only: it names no check",
+            "--json -": "the tables go to standard output. Name a file",
+            "--json no/file": "cannot be written: No such file or directory. Name a file in a folder that you may write to",
+            "--save .": "cannot be written: Is a directory",
+            f"--save {'n' * 300}": "cannot be written: File name too long",
+        }.items()
+    ),
+    *(
+        (SECOND, ["doctor", "--device", "cpu", "--backend", backend], f"--backend {backend} {BACKEND}")
+        for backend in ("zz", "gloo,zz", "cpu:zz", "fake", "", "cpu:gloo,cpu:gloo", "cpu:gloo,gloo", "cuda:gloo")
+    ),
+    *(
+        (SECOND, ["doctor", "--folder", folder], f"--folder {folder} cannot be used: {reason}")
+        for folder, reason in {
+            "file": "File exists",
+            "file/below": "Not a directory",
+            "no/where": "No such file or directory",
+            "/proc/self": "",  # where nobody may write, root neither
+        }.items()
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("variables", "text"),
-    [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' in the environment must be a whole number of at least 1"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' in the environment must be a whole number of at least 1"),
-        ({"RANK": "-1"}, "RANK='-1' in the environment must be a whole number of at least 0"),
-        ({"RANK": "0", "LOCAL_RANK": "first"}, "LOCAL_RANK='first' in the environment"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected, but not set. Launch with torchrun"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "abc"}, "set MASTER_ADDR and MASTER_PORT"),
-    ],
-)
-def test_a_wrong_environment(
-    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("variables", "arguments", "text"), REFUSALS)
+def test_what_is_refused_at_once(
+    variables: str,
+    arguments: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert text in refusal(capsys, "doctor", "--device", "cpu")
-
-
-@pytest.mark.parametrize("backend", ["zz", "gloo,zz", "cpu:zz", "fake", "", "cpu:gloo,cpu:gloo", "cpu:gloo,gloo", "cuda:gloo"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_wrong_backend_is_refused_before_ranks_wait_for_each_other(
-    backend: str, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No rank asks for the store: at this address there is none, and to wait for it would end with another exit code."""
-    launch(monkeypatch, rank)
-    found = refusal(capsys, "doctor", "--device", "cpu", "--backend", backend)
-    assert f"--backend {backend} does not move the memory of cpu, and the ranks are there. Leave it out" in found
-    assert "one of those that this torch has (gloo" in found
-
-
-@pytest.mark.parametrize("option", ["--json", "--save"])
-def test_a_file_that_cannot_be_written_is_refused_at_once(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    refused = {
-        tmp_path / "no" / "file": "cannot be written: No such file or directory. Name a file in a folder that you may write to",
-        tmp_path: "cannot be written: Is a directory",
-        tmp_path / ("n" * 300): "cannot be written: File name too long",
-        Path("-"): "the tables go to standard output. Name a file",
-    }
-    for path, text in refused.items():
-        assert text in refusal(capsys, "doctor", option, str(path))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    ("folder", "reason"),
-    [
-        ("file", "File exists"),
-        ("file/below", "Not a directory"),
-        ("no/where", "No such file or directory"),
-        ("/proc/self", ""),  # where nobody may write, root neither
-    ],
-)
-def test_a_folder_that_cannot_be_used_is_refused_on_every_rank(
-    folder: str, reason: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before any rank asks for the store: at this address there is none."""
+    """On every rank before it asks for the store, and without leaving a file behind."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    launch(monkeypatch, rank)
-    found = refusal(capsys, "doctor", "--folder", str(tmp_path / folder))
-    assert f"--folder {tmp_path / folder} cannot be used: {reason}" in found
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    assert text in refusal(capsys, *arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def closed_pipe() -> TextIO:
