@@ -126,19 +126,12 @@ def test_the_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path
         ({"n_embd": "768"}, "cannot build a gpt2 model from it: StrictDataclassFieldValidationError: Validation error for field"),
         ({"n_embd": [1]}, "Correct the value, or the key."),
         ({"n_embd": -8}, "cannot build a gpt2 model from it: "),
-        ({"n_head": 5}, "cannot build a gpt2 model from it: "),
-        ({"n_embd": 10**30}, "cannot build a gpt2 model from it: "),
         ({"n_embd": 2**25, "n_head": 1, "vocab_size": 2**20}, "no parameter has more than"),
-        ({"n_layer": 0}, "has no matrix for Muon"),
-        ({"n_layer": -3}, "has no matrix for Muon"),
         ({"n_layer": 10**30}, "n_layer is 1000000000000000000000000000000. A model has at most 10,000"),
         ({"text": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000. A model has at most 10,000"),
         ({"activation_function": "wish"}, "cannot build a gpt2 model from it: KeyError: "),
-        ({"architectures": ["LlamaConfig"]}, "cannot build a gpt2 model from it: "),
         ({"architectures": [[]], "n_layer": 0}, "has no matrix for Muon"),
         ({"model_type": []}, "model_type is '[]', which the installed transformers does not know"),
-        ({"model_type": None}, "model_type is 'None'"),
-        ({"model_type": "hal9000"}, "model_type is 'hal9000'"),
     ],
 )
 def test_a_config_of_transformers_with_a_wrong_value(
@@ -205,23 +198,6 @@ MEASURED = Calibration(
 )
 
 
-def test_a_calibration_replaces_rates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "doctor.json"
-
-    def seconds(factor: float) -> float:
-        changes = {
-            "orthogonalisation": [{"dtype": "float32", "size": 64, "flops_per_second": 1e9 * factor}],
-            "elementwise": dict.fromkeys(("momentum", "update", "copy", "adamw"), 1e-15),
-        }
-        path.write_text(json.dumps({**MEASURED.to_json(), **changes}))
-        arguments = ("--model", "gpt2", "--mesh", "dp_shard=2", "--calibration", str(path), "--json", "-")
-        facts = json.loads(plan(capsys, *arguments))
-        assert facts["machine"]["device"] == "cpu"
-        return float(facts["step"]["orthogonalise"])
-
-    assert seconds(1.0) == pytest.approx(2 * seconds(2.0))
-
-
 def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = build()
     optimizer = Muon(get_default_muon_param_groups(model))
@@ -230,7 +206,8 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     job, measured = tmp_path / "job.json", tmp_path / "doctor.json"
     job.write_text(optimizer.plan().to_json())
     measured.write_text(json.dumps(MEASURED.to_json()))
-    facts = json.loads(plan(capsys, "--from-json", str(job), "--json", "-"))
+    facts = json.loads(plan(capsys, "--from-json", str(job), "--calibration", str(measured), "--json", "-"))
+    assert (facts["machine"]["device"], facts["step"]["host"]) == ("cpu", MEASURED.host_seconds_per_step)
     assert facts["stages"][0]["digest"] == optimizer.plan().digest
     assert facts["model"]["matrices"] == 2
     assert facts["ranks"]["parameters"] == [(32 * 48 + 48 * 48) * 4]
@@ -294,7 +271,6 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], argumen
     ("text", "message"),
     [
         ("def (", "SyntaxError"),
-        ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
         ("raise SystemExit", "SystemExit. Mend it"),
         ("raise GeneratorExit('gone')", "GeneratorExit: gone"),
         ("import sys; sys.path.remove(''); raise ValueError('x')", "ValueError: x"),
@@ -396,14 +372,3 @@ def test_saved_rates_are_those_of_the_machine(capsys: pytest.CaptureFixture[str]
     assert Calibration.load(again) == rates
     alone = machine.as_calibration(8)
     assert (alone.between, alone.exchange) == (None, machine.inside)
-
-
-def test_saved_rates_give_the_time_of_the_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of the same plan: many peers in every exchange, and one wave whatever bytes are said to cost."""
-    path = tmp_path / "rates.json"
-    arguments = ("--model", "gpt2", "--mesh", "dp_shard=256", "--json", "-")
-    own = json.loads(plan(capsys, *arguments, "--save-rates", str(path)))
-    saved = json.loads(plan(capsys, *arguments, "--calibration", str(path)))
-    assert own["exchanges"] == saved["exchanges"]
-    assert own["exchanges"][0]["most_peers"] * load_machine("h100").seconds_per_peer > 0.1 * own["exchanges"][0]["seconds"]
-    assert own["step"] == saved["step"]
