@@ -118,23 +118,18 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--layout", type=Path, metavar="FILE", help="any other layout, as JSON, instead of --mesh")
     cluster.add_argument("--hardware", metavar="NAME", help="a machine that meshmuon knows, or a .json file (default: h100)")
     cluster.add_argument("--calibration", type=Path, metavar="FILE", help="what meshmuon doctor --save measured")
-    cluster.add_argument("--nodes", type=int, metavar="N", help="nodes of the cluster; the mesh must have their ranks")
+    cluster.add_argument("--nodes", type=_amount, metavar="N", help="nodes of the cluster; the mesh must have their ranks")
     options = parser.add_argument_group("options of Muon")
     options.add_argument("--replicas", choices=("auto", "share", "repeat"), default="auto")
     options.add_argument("--comm-dtype", choices=_DTYPES, help="default: bfloat16 on GPUs")
     options.add_argument("--param-dtype", choices=_DTYPES, default="float32", help="of the weights (default: float32)")
     options.add_argument("--momentum-dtype", choices=_DTYPES, help="default: that of the weights")
-    options.add_argument("--scheme", default="auto", metavar="NAME", help="auto, polar_express, keller, zolotarev or hybrid")
-    options.add_argument(
-        "--memory-budget", type=_amount("no number of bytes, such as 512K or 64M"), metavar="BYTES", help="such as 64M"
-    )
+    options.add_argument("--scheme", default="auto", choices=("auto", "polar_express", "keller", "zolotarev", "hybrid"))
+    options.add_argument("--memory-budget", type=_amount, metavar="BYTES", help="such as 64M")
     options.add_argument("--waves-ahead", type=int, metavar="N")
     training = parser.add_argument_group("the training step around it")
-    count, share = (
-        _amount("no number of at least 1, such as 512 or 4M"),
-        _within(sys.float_info.min, 1.0, "not above 0 and at most 1"),
-    )
-    training.add_argument("--tokens-per-step", type=count, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)")
+    share = _within(sys.float_info.min, 1.0, "not above 0 and at most 1")
+    training.add_argument("--tokens-per-step", type=_amount, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)")
     training.add_argument("--mfu", type=share, default=0.4, help="share of the peak in forward and backward (default: 0.4)")
     output = parser.add_argument_group("output; FILE is - for standard output, which then has nothing else")
     output.add_argument("--compare", action="store_true", help="other options side by side, and other meshes if there are any")
@@ -166,14 +161,10 @@ def _within(low: float, high: float, wrong: str) -> Callable[[str], float]:
     return number
 
 
-def _amount(wrong: str) -> Callable[[str], int]:
+def _amount(text: str) -> int:
     """A number with a unit, in either case: 512k, 512KiB and 0.5M are the same. Units are powers of 1024."""
-
-    def number(text: str) -> int:
-        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) ?([KMGT]?)(?:I?B)?", text.upper())
-        amount = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
-        if amount < 1:
-            raise argparse.ArgumentTypeError(f"{text!r} is {wrong}")
-        return amount
-
-    return number
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) ?([KMGT]?)(?:I?B)?", text.upper())
+    amount = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
+    if amount < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1, such as 512, 512K or 64M")
+    return amount

@@ -233,11 +233,11 @@ REFUSALS: list[tuple[str, str]] = [
         (f"--model gpt2 --mesh dp_shard=2 {arguments}", message)
         for arguments, message in {
             "--hardware h300": "--hardware h300 is unknown",
-            "--nodes 0": "--nodes 0 must be at least 1",
+            "--nodes 0": "argument --nodes: '0' is no number of at least 1",
             "--nodes 1": "--nodes gives 8: write dp_shard=8",
-            "--scheme kellar": "Did you mean keller?",
-            "--memory-budget x": "'x' is no number of bytes, such as 512K or 64M",
-            f"--memory-budget {'9' * 400}G": "is no number of bytes",
+            "--scheme kellar": "argument --scheme: invalid choice: 'kellar'",
+            "--memory-budget x": "'x' is no number of at least 1, such as 512, 512K or 64M",
+            f"--memory-budget {'9' * 400}G": "is no number of at least 1",
             "--mfu 2": "'2' is not above 0 and at most 1",
             "--json /nowhere/x": "/nowhere/x cannot be written",
             "--waves-ahead -1": "waves_ahead=-1 must be at least 0",
