@@ -120,11 +120,12 @@ def own_device(kind: str | None, local_rank: int) -> torch.device:
     """This rank's device of a type; of the accelerator unless told otherwise."""
     try:
         device = torch.accelerator.current_accelerator(check_available=True) if kind is None else torch.device(kind)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device is None or device == torch.device("cpu"):
-        return torch.device("cpu")
-    count = 0 if device.type in ("cpu", "meta") or (kind and device.index is not None) else hardware_of(device).count()
+        if device is None or device == torch.device("cpu"):
+            return torch.device("cpu")
+        is_type = kind is None or (device.index is None and device.type != "meta")
+        count = hardware_of(device).count() if is_type else 0
+    except RuntimeError:  # torch knows no such device, or not what to ask about it
+        count = 0
     if count == 0:
         raise ConfigError(
             f"--device {kind}: torch sees no such device here. Write a type alone, such as cpu or cuda: LOCAL_RANK says which "

@@ -114,7 +114,7 @@ def test_as_torch_ships_it_the_runs_stay_within_bfloat16() -> None:
         assert_moved_alike([a], [b], [s], 2 * math.sqrt(2 * 5) * update)
 
 
-def test_the_momentum_and_the_options() -> None:
+def test_the_momentum_in_another_dtype() -> None:
     theirs = make_params(*SHAPES, dtype=torch.bfloat16)
     pair = Pair(theirs, momentum=0.75)
     run(pair, theirs, range(2))  # type: ignore[arg-type]
@@ -126,10 +126,6 @@ def test_the_momentum_and_the_options() -> None:
     assert_same_bits([converted["state"][1]["momentum_buffer"]], [buffer.float() * 4])
     assert not optimizer.state, "converting changes nothing"
     optimizer.load_state_dict(converted)
-    muon, adamw = optimizer.param_groups
-    assert (muon["lr"], muon["momentum"], muon["ns_steps"], muon["adjust_lr_fn"]) == (0.02, 0.75, 5, "original")
-    assert muon["scheme"] == ((3.4445, -4.775, 2.0315),) * 5
-    assert (adamw["lr"], adamw["adamw_betas"], adamw["weight_decay"]) == (3e-3, (0.8, 0.9), 0.01)
     muon_state["state"][1]["momentum_buffer"].zero_()
     assert optimizer.state[optimizer.param_groups[0]["params"][1]]["momentum_buffer"].any(), "shares memory with torch's"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,7 +217,7 @@ def test_devices_by_local_rank() -> None:
         pytest.raises(ConfigError, match="--device cuda: torch sees no such device here"),
     ):
         own_device("cuda", 0)
-    for kind in ("abacus", "meta", "cuda:3"):
+    for kind in ("abacus", "", "meta", "cuda:3", "cpu:1", "xla", "mps"):
         with pytest.raises(ConfigError, match=f"--device {kind}: torch sees no such device here. Write a type alone"):
             own_device(kind, 0)
 
@@ -258,24 +257,18 @@ def test_the_slower_end_of_a_pair_counts() -> None:
 
 def test_no_calibration_without_all_measurements() -> None:
     context = context_of()
+    rates = {kind: {("float32", 128): 1e9} for kind in KINDS} | {"elementwise": dict.fromkeys(ELEMENTWISE, 1e-9)}
+    host = dict.fromkeys(("seconds_per_matrix", "seconds_per_step", "seconds_per_launch"), 7e-6)
+    measurements.summarise_rates(context, [rates])
     assert calibration_of(context) is None
-    context.figures["rates"] = {kind: [{"dtype": "float32", "size": 128, "flops_per_second": 1e9}] for kind in KINDS}
-    context.figures["rates"]["elementwise"] = dict.fromkeys(("momentum", "update", "copy", "adamw"), 1e-9)
-    assert calibration_of(context) is None
-    context.figures["host"] = {
-        "seconds_per_matrix": 1e-5,
-        "seconds_per_step": 1e-3,
-        "seconds_per_launch": 7e-6,
-        "copies": {"bytes_per_second": 2.5e10, "seconds": 1e-5},
-    }
+    measurements.summarise_host(context, [{**host, "copies": {"bytes_per_second": 2.5e10, "seconds": 1e-5}}])
     calibration = calibration_of(context)
     assert calibration is not None
     assert calibration.exchange is None
     assert calibration.host_seconds_per_launch == 7e-6
-    assert replace(calibration, ranks=1) == calibration
 
 
-KINDS = ("products", "orthogonalisation")
+KINDS, ELEMENTWISE = ("products", "orthogonalisation"), ("momentum", "update", "copy", "adamw")
 
 
 def test_a_file_that_cannot_be_written_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
