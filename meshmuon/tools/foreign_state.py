@@ -101,30 +101,19 @@ def raises_state_errors(convert: Callable[_Args, dict[str, Any]]) -> Callable[_A
 
 
 def ranks_of(states: Any, form: SavedForm) -> Sequence[StateDict]:
-    """The saved state of every rank, after checking that it has the form of a state_dict."""
+    """The saved state of every rank, after checking that it is a state_dict."""
     ranks = [states] if isinstance(states, Mapping) or not isinstance(states, Iterable) else list(states)
     if not ranks:
         raise StateError("states is empty: give the state_dict, or a list with that of every rank.")
     for state in ranks:
-        if not _is_state_dict(state):
-            is_dict = isinstance(state, Mapping)
+        is_dict = isinstance(state, Mapping)
+        if not (is_dict and isinstance(state.get("state"), Mapping) and isinstance(state.get("param_groups"), list | tuple)):
             found = f"a dict with the keys {sorted(map(str, state))[:6]}" if is_dict else f"a {type(state).__name__}"
             raise StateError(
                 f"the saved state is {found}, which is not a state_dict of {form.whose}: pass what its state_dict() returned, a "
                 "dict with a dict 'state' and a list 'param_groups'."
             )
     return ranks
-
-
-def _is_state_dict(state: Any) -> bool:
-    """Whether this has the form of a state_dict of torch: a dict ``state`` of dicts, a list ``param_groups`` of dicts."""
-    if not (isinstance(state, Mapping) and isinstance(state.get("state"), Mapping)):
-        return False
-    groups = state.get("param_groups")
-    if not (isinstance(groups, list | tuple) and all(isinstance(group, Mapping) for group in groups)):
-        return False
-    params = [group.get("params") for group in groups]
-    return all(isinstance(keys, list | tuple) for keys in params) and all(isinstance(e, Mapping) for e in state["state"].values())
 
 
 def saved_groups(
@@ -140,19 +129,17 @@ def saved_groups(
     if names is None and form.names is not None:
         if not all(len(group.get(form.names, ())) == len(group["params"]) for group in groups):
             raise StateError(
-                f"not all groups of the saved state have names, as those that {form.whose} was given without: pass {argument}="
-                "[...], the names of its parameters in its order, group after group."
+                f"not all groups of the saved state have names, which {form.whose} saves only where it was given them: pass "
+                f"{argument}=[...], the names of its parameters in its order, group after group."
             )
         names = [name for group in groups for name in group[form.names]]
-    listed = [] if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable) else list(names)
-    if not (listed and all(isinstance(name, str) for name in listed)):
-        raise StateError(
-            f"{argument}={shown(names)} must be the list of the names of the saved optimizer's parameters in its order, group "
-            "after group; docs/migrate.md shows how to list them."
-        )
     count = sum(len(group["params"]) for group in groups)
-    if len(listed) != count or len(set(listed)) != count:
-        raise StateError(f"{argument} has {len(set(listed))} different names for {count} parameters of the saved state.")
+    listed = [] if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable) else list(names)
+    if not all(isinstance(name, str) for name in listed) or not len(listed) == len(set(listed)) == count:
+        raise StateError(
+            f"{argument}={shown(names)} must be the list of the names of the saved optimizer's {count} parameters, each once, in "
+            "its order, group after group; docs/migrate.md shows how to list them."
+        )
     rest = iter(listed)
     for group in groups:
         yield SavedGroup(form, form.is_muon(group), group, {key: next(rest) for key in group["params"]})

@@ -163,6 +163,10 @@ def test_functions_in_groups_pass_through_torch_checkpoints(flat: bool, tmp_path
     state = {"optimizer": get_optimizer_state_dict(model, fresh, options=options)}
     dcp.load(state, checkpoint_id=tmp_path)
     set_optimizer_state_dict(model, fresh, state["optimizer"], options=options)
+    assert (
+        get_optimizer_state_dict(model, fresh)["param_groups"]
+        == get_optimizer_state_dict(Model(params), optimizer)["param_groups"]
+    )
     steps(optimizer, params, range(3, 7))
     steps(fresh, twins, range(3, 7))
     assert_same_bits(twins, params)

@@ -91,8 +91,8 @@ class Comparison:
         self._steps = 0
         self._groups = {param: group for group in self._reference.param_groups for param in group["params"]}
 
-    def run(self, steps: Iterable[int], give_gradients: Callable[[int], object] | None = None) -> None:
-        """Makes these steps. ``give_gradients`` gives both sides the same gradients; by default seeded ones."""
+    def run(self, steps: Iterable[int], give_gradients: Callable[[int], object] | None = None) -> Comparison:
+        """Makes these steps. ``give_gradients`` gives both sides the same gradients; by default seeded ones. Returns itself."""
         steps = list(steps)
         for step in steps:
             with self._context.doing(f"step {step + 1} of {steps[-1] + 1}"):
@@ -102,6 +102,7 @@ class Comparison:
                     self._allowed[name] += 0.0 if name in self.exact else self._allowance(param)
                 self._reference.step()
                 self._steps += 1
+        return self
 
     def finding(self, layout: str, more: Iterable[str] = ()) -> Finding:
         """Which of the parameters on the layout are not as one device has them, and ``more`` problems."""

@@ -46,8 +46,7 @@ def _sharded(context: Context, model: nn.Module, *mesh: int, **options: Any) -> 
 def _compared(context: Context, layout: str, model: nn.Module, whole: nn.Module, **options: Any) -> Finding:
     params, alone = named(model), named(whole.to(context.device))
     comparison = Comparison(context, params, alone, muon_on(params, **options), wire=options.get("comm_dtype"))
-    comparison.run(range(_STEPS))
-    return comparison.finding(layout)
+    return comparison.run(range(_STEPS)).finding(layout)
 
 
 def check_fsdp2(context: Context, what: str = "uneven shards", **options: Any) -> Finding:
@@ -99,9 +98,7 @@ def check_ep_fsdp(context: Context) -> Finding:
         name: nn.Parameter(distribute_tensor(param.detach().clone(), mesh, [Shard(1), Shard(0)], src_data_rank=None))
         for name, param in whole.items()
     }
-    comparison = Comparison(context, params, whole)
-    comparison.run(range(_STEPS))
-    return comparison.finding(f"EP × FSDP on {ep} × {dp}, {experts} experts")
+    return Comparison(context, params, whole).run(range(_STEPS)).finding(f"EP × FSDP on {ep} × {dp}, {experts} experts")
 
 
 def _seeded_params(context: Context, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -132,8 +129,7 @@ def check_dist_muon(context: Context) -> Finding:
             gradients = [seeded(shapes[name], seed).to(context.device) for seed in seeds]
             own[name].grad, param.grad = gradients[context.rank], sum(gradients[1:], gradients[0]) / context.world
 
-    comparison.run(range(_STEPS), give_gradients)
-    return comparison.finding(f"DistMuon on {context.world}")
+    return comparison.run(range(_STEPS), give_gradients).finding(f"DistMuon on {context.world}")
 
 
 class ExpertNet(Net):
@@ -242,8 +238,7 @@ def _saved_and_loaded(context: Context, checkpoint: Path) -> Finding:
         model_state, optimizer_state = get_state_dict(other, comparison.optimizer)
         load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=checkpoint)
         set_state_dict(other, comparison.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    comparison.run(range(2, 4))
-    return comparison.finding(f"saved on {context.world} (FSDP2), loaded on {axes[0]} × {axes[1]} (HSDP)")
+    return comparison.run(range(2, 4)).finding(f"saved on {context.world} (FSDP2), loaded on {axes[0]} × {axes[1]} (HSDP)")
 
 
 def check_stress(context: Context) -> Finding:

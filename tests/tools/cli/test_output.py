@@ -24,6 +24,10 @@ def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
         assert main(["plan", "--list"]) == 128 + signal.SIGPIPE
         monkeypatch.undo()
     assert capfd.readouterr().err == ""
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it if it was closed from the beginning
+    with pytest.raises(SystemExit):
+        main(["plan", "--list"])
+    assert "standard output is closed" in capfd.readouterr().err
 
 
 def test_every_file_may_be_standard_output(

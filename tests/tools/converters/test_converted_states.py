@@ -301,13 +301,11 @@ def test_a_state_that_is_not_theirs_is_refused(name: str, edit: Callable[[Any], 
 def test_names_that_are_not_theirs_are_refused() -> None:
     params, _, state = CASES["motif"].saved()
     muon = ours(params)
-    for names in (3, "abcdef", set(THEIR_NAMES), [1, 2, 3, 4, 5, 6]):
-        with pytest.raises(StateError, match=r"names=.* must be the list of the names"):
+    for names in (3, "abcdef", set(THEIR_NAMES), [1, 2, 3, 4, 5, 6], THEIR_NAMES[1:], [*THEIR_NAMES[1:], "a.weight"]):
+        with pytest.raises(StateError, match=r"names=.* must be the list of the names of the saved optimizer's 6 parameters"):
             convert_motif_state(muon, state, names)  # type: ignore[arg-type]
     with pytest.raises(StateError, match=r"not all groups of the saved state have names.*pass names="):
         convert_motif_state(muon, state)
-    with pytest.raises(StateError, match="names has 5 different names for 6 parameters"):
-        convert_motif_state(muon, state, THEIR_NAMES[1:])
     with pytest.raises(
         StateError, match=r"a\.weight needs the state of torch\.optim\.Muon, but its state is from torch\.optim\.Adam"
     ):

@@ -217,14 +217,6 @@ def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         stream.close()
 
 
-def test_a_list_that_nobody_reads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdout", closed_pipe())
-    assert main(["doctor", "--list"]) == 141
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys, "stdout", None)  # as Python has it if it was closed from the beginning
-    assert "standard output is closed" in refusal(capsys, "doctor", "--list")
-
-
 def test_the_list_of_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [check.name for check in CHECKS]
