@@ -213,26 +213,19 @@ def summarise_links(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> F
         ends = max(chosen, key=lambda ends: pairs[ends][1])
         return ends, _PAIR_BYTES / pairs[ends][1]
 
-    texts, ends_of = list[str](), {"inside": list[tuple[int, int]](), "between": list[tuple[int, int]]()}
-    for ends in pairs:
-        ends_of["inside" if context.nodes[ends[0]] == context.nodes[ends[1]] else "between"].append(ends)
-    figures: dict[str, Any] = {"inside": None, "between": None}
-    for kind, chosen in ends_of.items():
-        if chosen:
-            latencies, times = zip(*(pairs[ends] for ends in chosen), strict=True)
-            link, ((a, b), rate) = (
-                LinkRate(_PAIR_BYTES / statistics.median(times), statistics.median(latencies)),
-                slowest_of(chosen),
-            )
-            place = "inside a node" if kind == "inside" else "between nodes"
-            texts.append(f"{place} {_link_text(link)} per pair, slowest pair {a}-{b} {_giga(rate)} GB/s")
-            if link.bytes_per_second / rate > _SLOW_PAIR:
-                texts[-1] += f", {link.bytes_per_second / rate:.0f} times as slow as the median: look at the cable, the card and "
-                texts[-1] += "the interface of these ranks"
-            figures[kind] = asdict(link)
-    slowest, rate = slowest_of(pairs)
+    texts, (slowest, rate) = list[str](), slowest_of(pairs)
+    figures = {key: medians([of_rank[key] for of_rank in by_rank]) for key in ("exchange", "exchange_cpu_share")}
     figures |= {"slowest_pair": {"ranks": list(slowest), "bytes_per_second": rate}, "pairs_measured": len(pairs)}
-    figures |= {key: medians([of_rank[key] for of_rank in by_rank]) for key in ("exchange", "exchange_cpu_share")}
+    for kind, place in (("inside", "inside a node"), ("between", "between nodes")):
+        chosen = [ends for ends in pairs if (context.nodes[ends[0]] == context.nodes[ends[1]]) is (kind == "inside")]
+        figures[kind] = None
+        if chosen:
+            latency, seconds = (statistics.median(times) for times in zip(*(pairs[ends] for ends in chosen), strict=True))
+            link, (slowest, rate) = LinkRate(_PAIR_BYTES / seconds, latency), slowest_of(chosen)
+            figures[kind], ratio = asdict(link), link.bytes_per_second / rate
+            text = f"{place} {_link_text(link)} per pair, slowest pair {slowest[0]}-{slowest[1]} {_giga(rate)} GB/s"
+            remark = f", {ratio:.0f} times as slow as the median: look at the cable, the card and the interface of these ranks"
+            texts.append(text + (remark if ratio > _SLOW_PAIR else ""))
     texts.append(f"all ranks at once {_link_text(LinkRate(**figures['exchange']))} per rank")
     context.figures["links"] = figures
     return Finding("; ".join(texts), figures=figures)
