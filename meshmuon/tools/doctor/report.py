@@ -96,15 +96,9 @@ def report_as_json(
     ranks: int, environment: Mapping[str, str], outcomes: Sequence[Outcome], seconds: float, calibration: Any
 ) -> dict[str, Any]:
     checks = [
-        {
-            "name": outcome.check.name,
-            "title": outcome.check.title,
-            "status": outcome.status,
-            "seconds": round(outcome.seconds, 3),
-            "detail": outcome.detail,
-            "advice": outcome.advice,
-            "figures": outcome.figures,
-        }
+        {"name": outcome.check.name, "title": outcome.check.title}
+        | {key: getattr(outcome, key) for key in ("status", "seconds", "detail", "advice", "figures")}
+        | {"seconds": round(outcome.seconds, 3)}
         for outcome in outcomes
     ]
     return {
