@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -118,20 +118,19 @@ def _number(name: str, default: int, *, at_least: int) -> int:
 
 def own_device(kind: str | None, local_rank: int) -> torch.device:
     """This rank's device of a type; of the accelerator unless told otherwise."""
-    try:
+    count = 0
+    with suppress(RuntimeError):  # torch knows no such device, or not how to count such devices
         device = torch.accelerator.current_accelerator(check_available=True) if kind is None else torch.device(kind)
         if device is None or device == torch.device("cpu"):
             return torch.device("cpu")
-        is_type = kind is None or (device.index is None and device.type != "meta")
-        count = hardware_of(device).count() if is_type else 0
-    except RuntimeError:  # torch knows no such device, or not what to ask about it
-        count = 0
-    if count == 0:
+        kind = kind or device.type
+        count = 0 if ":" in kind or kind == "meta" else hardware_of(device).count()
+    if not count:
         raise ConfigError(
             f"--device {kind}: torch sees no such device here. Write a type alone, such as cpu or cuda: LOCAL_RANK says which "
             "of them a rank takes."
         )
-    return torch.device(device.type, local_rank % count)
+    return torch.device(str(kind), local_rank % count)
 
 
 def check_backend(backend: str, device_type: str) -> None:

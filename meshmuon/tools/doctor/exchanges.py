@@ -68,7 +68,7 @@ def exchange_with(exchange: Exchange, sent: Mapping[int, Tensor], lengths: Mappi
     counts = {rank: part.numel() for rank, part in sent.items()}
     exchange.start(incoming, exchange.splits(lengths), outgoing, exchange.splits(counts), phase="exchange").wait()
     ranks = sorted(lengths)
-    return dict(zip(ranks, incoming.split([lengths[rank] for rank in ranks]), strict=True))
+    return dict(zip(ranks, torch.split(incoming, [lengths[rank] for rank in ranks]), strict=True))
 
 
 def world_exchange(context: Context) -> Exchange:
