@@ -134,44 +134,43 @@ OUTCOMES = [
 ]
 
 
-def shown(report: Any) -> None:
-    report.title(4, {"triton": "missing: pip install 'meshmuon[kernels]'"})
-    for outcome in OUTCOMES:
-        report.begin(outcome.check)
-        report.end(outcome)
-    report.close(OUTCOMES, 61.5)
+class Terminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
 
 
-@pytest.mark.parametrize(("encoding", "marks"), [("utf-8", "✔✘"), ("ascii", ("ok  ", "FAIL"))])
-def test_plain_text(encoding: str, marks: Any) -> None:
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding=encoding)
-    shown(Report(stream))
-    text = raw.getvalue().decode(encoding)
-    assert f"  {marks[0]} pairs               0.5 s  6 pairs have exchanged\n" in text
-    assert f"  {marks[1]} ragged             61.0 s  rank 1: wrong [data]\n" in text
-    assert "What to do: Run --only ragged." in text
-    assert text.index("\nchecks\n") < text.index("pairs") < text.index("\nmeasurements\n") < text.index("links")
-    assert text.endswith("\n1 passed, 1 failed, 1 skipped, 1 not run in 62 s\n")
-
-
+@pytest.mark.parametrize(
+    ("encoding", "marks", "kind"),
+    [("utf-8", "✔✘", io.TextIOWrapper), ("ascii", ("ok  ", "FAIL"), io.TextIOWrapper), ("utf-8", "✔✘", Terminal)],
+)
 @pytest.mark.parametrize("has_rich", [True, False])
-def test_colours_on_a_terminal(has_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If rich is installed; the text is the same."""
-    monkeypatch.setenv("COLUMNS", "160")
+def test_reports(
+    encoding: str, marks: Any, kind: type[io.TextIOWrapper], has_rich: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text everywhere, with colours on a terminal if rich is installed."""
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
     if has_rich:
         pytest.importorskip("rich")
     else:
         monkeypatch.setattr("meshmuon.tools.doctor.report.find_spec", lambda name: None)
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    shown(Report(stream))
-    assert ("\x1b[" in stream.getvalue()) is has_rich
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    raw = io.BytesIO()
+    stream = kind(raw, encoding=encoding, write_through=True)
+    report = Report(stream)
+    report.title(4, {"triton": "missing: pip install 'meshmuon[kernels]'"})
+    for outcome in OUTCOMES:
+        report.begin(outcome.check)
+        report.end(outcome)
+    report.close(OUTCOMES, 61.5)
+    coloured = raw.getvalue().decode(encoding)
+    assert ("\x1b[" in coloured) is (has_rich and kind is Terminal)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", coloured)
     assert "'meshmuon[kernels]'" in text
-    assert "✘ ragged             61.0 s  rank 1: wrong [data]" in text
+    assert f"  {marks[0]} pairs               0.5 s  6 pairs have exchanged\n" in text
+    assert f"  {marks[1]} ragged             61.0 s  rank 1: wrong [data]\n" in text
     assert "What to do: Run --only ragged." in text
+    assert text.index("\nchecks\n") < text.index("pairs") < text.index("\nmeasurements\n") < text.index("links")
+    assert text.endswith("\n1 passed, 1 failed, 1 skipped, 1 not run in 62 s\n")
 
 
 def test_advice_names_the_check_and_nothing_else() -> None:
