@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ...optim import DistMuon
 from ...params.dtensors import as_dtensor
 from ...plan import counted
-from ...torch_compat import dtensor_like
-from .comparison import Comparison, Net, held, muon_on, named
+from ...torch_compat import dtensor_like, local_part
+from .comparison import Comparison, Net, muon_on, named
 from .context import Context, Finding
 from .numerics import seeded
 
@@ -183,7 +183,7 @@ def stepped_side_by_side(
         for name, param in params.items():
             assert param.grad is not None
             twin, sharded = resident[name], as_dtensor(resident[name])
-            on_device = held(param.grad).to(held(twin).device, copy=True)
+            on_device = local_part(param.grad).to(local_part(twin).device, copy=True)
             twin.grad = on_device if sharded is None else dtensor_like(sharded, on_device)
 
     comparison.run(range(_STEPS), give_gradients)
@@ -191,12 +191,9 @@ def stepped_side_by_side(
     for name, param in params.items():
         state = optimizer.state[param].items()
         tensors |= {f"{key} of {name}": value for key, value in state if isinstance(value, Tensor)}
-    misplaced = [
-        f"{name} is on {held(value).device}; it must stay in host memory"
-        for name, value in tensors.items()
-        if held(value).device.type != "cpu"
-    ]
-    return comparison.finding(layout, misplaced)
+    places = {name: local_part(value).device for name, value in tensors.items()}
+    wrong = [f"{name} is on {device}; it must stay in host memory" for name, device in places.items() if device.type != "cpu"]
+    return comparison.finding(layout, wrong)
 
 
 def check_checkpoint(context: Context) -> Finding:
