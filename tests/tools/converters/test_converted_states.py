@@ -228,64 +228,51 @@ def test_options_of_dions_groups() -> None:
     assert {(type(group["lr"]), type(group["initial_lr"]), group["initial_lr"]) for group in converted} == {(float, float, 0.5)}
 
 
-def group_option(key: str, value: Any) -> Callable[[Any], Any]:
-    return lambda state: {**state, "param_groups": [{**group, key: value} for group in state["param_groups"]]}
+def put(*path: Any, value: Any = None) -> Callable[[Any], Any]:
+    """Puts ``value`` at a place of a state, or with None removes what is there. ``norm.bias`` has key 0, ``a.weight`` key 2."""
+
+    def edit(state: Any) -> Any:
+        container = state = copy.deepcopy(state)
+        for key in path[:-1]:
+            container = container[key]
+        container[path[-1]] = value
+        if value is None:
+            del container[path[-1]]
+        return state
+
+    return edit
 
 
-def without_option(key: str) -> Callable[[Any], Any]:
-    return lambda state: {**state, "param_groups": [{k: v for k, v in g.items() if k != key} for g in state["param_groups"]]}
+def more_ranks(ranks: Any) -> Any:
+    """Two more ranks, without any state; nor have the others state of Adam's."""
+    momenta = [{**rank, "state": {k: v for k, v in rank["state"].items() if "momentum_buffer" in v}} for rank in ranks]
+    return [*momenta, *({**rank, "state": {}} for rank in ranks)]
 
 
-def entry(kind: int, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Any], Any]:
-    """Changes the entry of the first parameter: of ``norm.bias`` (0) or of ``a.weight`` (1)."""
-
-    def edited(state: Any) -> Any:
-        key = state["param_groups"][kind]["params"][0]
-        return {**state, "state": {**state["state"], key: edit(state["state"][key])}}
-
-    return edited
-
-
-def lacks(key: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda saved: {k: value for k, value in saved.items() if k != key}
-
-
-def without_adams(ranks: Any) -> Any:
-    return [{**rank, "state": {k: v for k, v in rank["state"].items() if "momentum_buffer" in v}} for rank in ranks]
-
-
-def nothing(state: Any) -> Any:
-    return {**state, "state": {}}
+def cautious(state: Any) -> Any:
+    return put("param_groups", 0, "weight_decay", value=0.1)(put("param_groups", 0, "cautious_wd", value=True)(state))
 
 
 NOT_SAVED = "not what the other optimizer saves"
 REFUSALS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("keller on 2", lambda ranks: ranks[0], r"b\.weight has no state on the 1 rank.*pass the states of all ranks"),
     ("keller", lambda state: [], "states is empty"),
-    ("keller on 2", lambda ranks: [ranks[0], {**ranks[1], "param_groups": []}], "rank 1 has other param groups"),
+    ("keller on 2", put(1, "param_groups", value=[]), "rank 1 has other param groups"),
     *(("keller", wrong, "which is not a state_dict of Keller") for wrong in (lambda s: 3, lambda s: [s, {}], lambda s: {"o": s})),
-    ("keller", entry(0, lambda saved: {"exp_avg": 1}), r"norm\.bias: step is None in its saved state, which has \['exp_avg'\]"),
+    ("keller", put("state", 0, value={"exp_avg": 1}), r"norm\.bias: step is None in its saved state, which has \['exp_avg'\]"),
     ("nanochat on 2", lambda ranks: ranks[:1], r"table\.weight: exp_avg of 1 rank\(s\) has shape \(20, 30\)"),
-    (
-        "nanochat on 2",
-        lambda ranks: [*without_adams(ranks), nothing(ranks[0]), nothing(ranks[0])],
-        r"a\.weight: 2 momenta over 4 rank\(s\) are 1 per rank, the states have \[1, 1, 0, 0\]",
-    ),
-    ("nanochat on 2", lambda ranks: [ranks[0], nothing(ranks[1])], "some ranks only"),
-    (
-        "nanochat on 2",
-        lambda ranks: [ranks[0], entry(0, lacks("step"))(ranks[1])],
-        r"norm\.bias: step is None in its saved state",
-    ),
-    ("nanochat on 1", lambda ranks: without_option("kind")(ranks[0]), rf"{NOT_SAVED} \(KeyError: 'kind'\)"),
-    ("dion", group_option("algorithm", "lion"), "algorithm='lion'"),
-    ("dion", lambda s: group_option("weight_decay", 0.1)(group_option("cautious_wd", True)(s)), "AdamW with cautious_wd=True"),
-    ("dion", group_option("adjust_lr", "foo"), "adjust_lr='foo'; convert_dion_state knows None, 'spectral_norm', 'rms_norm'"),
-    ("dion", without_option("step"), rf"{NOT_SAVED} \(KeyError: 'step'\)"),
-    ("motif", without_option("momentum"), rf"{NOT_SAVED} \(KeyError: 'momentum'\)"),
-    *(("dion", entry(0, lacks(key)), rf"norm\.bias: {key} is None in its saved") for key in ("momentum", "variance")),
-    *(("motif", entry(0, lacks(key)), rf"norm\.bias: {key} is None in its saved") for key in ("step", "moment1", "moment2")),
-    *(("dion", entry(1, lambda _, v=v: v), r"a\.weight: momentum is ") for v in ({"other": 1}, {"momentum": [1.0]})),
+    ("nanochat on 2", more_ranks, r"a\.weight: 2 momenta over 4 rank\(s\) are 1 per rank, the states have \[1, 1, 0, 0\]"),
+    ("nanochat on 2", put(1, "state", value={}), "some ranks only"),
+    ("nanochat on 2", put(1, "state", 0, "step"), r"norm\.bias: step is None in its saved state"),
+    ("nanochat on 1", put(0, "param_groups", 0, "kind"), rf"{NOT_SAVED} \(KeyError: 'kind'\)"),
+    ("dion", put("param_groups", 0, "algorithm", value="lion"), "algorithm='lion'"),
+    ("dion", cautious, "AdamW with cautious_wd=True"),
+    ("dion", put("param_groups", 1, "adjust_lr", value="foo"), "adjust_lr='foo'; convert_dion_state knows None, 'spectral_norm'"),
+    ("dion", put("param_groups", 0, "step"), rf"{NOT_SAVED} \(KeyError: 'step'\)"),
+    ("motif", put("param_groups", 1, "momentum"), rf"{NOT_SAVED} \(KeyError: 'momentum'\)"),
+    *(("dion", put("state", 0, key), rf"norm\.bias: {key} is None in its saved") for key in ("momentum", "variance")),
+    *(("motif", put("state", 0, key), rf"norm\.bias: {key} is None in its saved") for key in ("step", "moment1", "moment2")),
+    *(("dion", put("state", 2, value=v), r"a\.weight: momentum is ") for v in ({"other": 1}, {"momentum": [1.0]})),
     *(("motif", wrong, "which is not a state_dict of Motif") for wrong in (lambda s: s["state"], lambda s: [s], lambda s: None)),
 ]
 
