@@ -107,12 +107,12 @@ def report(measurement: Measurement) -> dict[str, Any]:
         return content
     by_group: dict[int, list[Values]] = {}
     by_kind: dict[str, list[Values]] = {}
-    for first_row, measured, factor in zip(numbers.first_rows, numbers.measured, measurement.factors, strict=True):
+    for k, (measured, factor) in enumerate(zip(numbers.measured, measurement.factors, strict=True)):
         muon = measured.matrices is not None
         stepped = measured.index not in measurement.idle if muon else measured.index in measurement.recorder.adamw_stepped
         if not stepped or not measured.elements:  # there is nothing to say of an empty matrix
             continue
-        rows = told["table"][first_row : first_row + measured.rows].double()
+        rows = told["table"][numbers.first_rows[k] :][: measured.rows].double()
         sigmas = largest_singular_values(rows[:, Column.LANCZOS :]).tolist() if muon else [0.0]
         lr = float(told[f"lr {measured.group_index}"]) * factor
         for name, row, sigma in zip(measured.names, rows.tolist(), sigmas, strict=True):

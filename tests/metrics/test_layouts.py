@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshmuon import DistMuon, Interleaved, Muon, NorMuon, PlanMismatchError
 from meshmuon.metrics import Metrics
 from meshmuon.metrics.spectra import tridiagonalise
-from meshmuon.metrics.weights import FIRST_STEPS
+from meshmuon.metrics.weights import FIRST_HALVES
 from tests.support.cases import Case, Param, as_parameter, check, gradient, initial, run, sharded, single
 from tests.support.random_layouts import Layouts, cases
 from tests.support.threads import run_threads
@@ -165,8 +165,7 @@ def test_one_reduction_on_measured_steps_and_nothing_on_others() -> None:
 
     with patch.object(dist, "all_reduce", counting):
         run_threads(2, main)
-    first = 2 * FIRST_STEPS  # the products from which the largest singular values of the weights are found
-    assert [len(made) for made in steps[1:]] == [1, 2 + first, 1, 1, 2]
+    assert [len(made) for made in steps[1:]] == [1, 1 + FIRST_HALVES, 1, 1, 2]
 
 
 def test_ranks_that_measure_different_steps_raise() -> None:
@@ -230,7 +229,7 @@ def test_a_plan_that_is_new_on_one_rank_only_begins_anew_on_all() -> None:
         return counts, optimizer.metrics()["matrices"]["shared"]["weight_sigma"], sigma
 
     for counts, found, sigma in run_threads(2, main):
-        assert counts == [1, 1, 2]
+        assert counts == [FIRST_HALVES, FIRST_HALVES, FIRST_HALVES + 1]
         assert found == pytest.approx(sigma, rel=1e-3)
 
 
