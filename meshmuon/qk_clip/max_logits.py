@@ -82,7 +82,7 @@ class MaxLogits:
                 )
         self._attached: list[tuple[nn.Module, LayerKey]] = []
         self._maxima: dict[LayerKey, Tensor] = {}  # this rank's largest logits since the last collect()
-        self._observations: dict[LayerKey, int] = {}  # how often each layer was observed
+        self._observed: set[LayerKey] = set()  # layers that the forward of an attached module has observed
         self._collecting = False
         self._spans: _Spans | None = None
 
@@ -235,10 +235,10 @@ class MaxLogits:
 
         @wraps(forward)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            before = self._observations.get(layer, 0)
+            self._observed.discard(layer)
             with _SDPAObserver(self, layer):
                 result = forward(*args, **kwargs)
-            if self._observations.get(layer, 0) == before:
+            if layer not in self._observed:
                 raise ConfigError(
                     f"MaxLogits: {type(module).__name__} of layer {layer!r} never called F.scaled_dot_product_attention, so its "
                     "logits were not observed. Attach the module that calls it, or call observe() or observe_scores() in it."
@@ -269,7 +269,7 @@ class MaxLogits:
                 if known.shape != maxima.shape:
                     raise ConfigError(f"MaxLogits: layer {layer!r} had {known.numel()} heads and now has {maxima.numel()}.")
                 maxima = torch.maximum(known, maxima.to(known.device))
-            self._observations[layer] = self._observations.get(layer, 0) + 1
+            self._observed.add(layer)
             self._maxima[layer] = maxima
 
 

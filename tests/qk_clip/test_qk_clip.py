@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshmuon import ConfigError, Muon
 from meshmuon.qk_clip.clip import QKClip
 from meshmuon.qk_clip.logits import logits_text
-from meshmuon.qk_clip.projections import find_projection, read_clip_config
+from meshmuon.qk_clip.projections import find_projections, read_clip_config
 from tests.support.bounds import sum_error
 from tests.support.clip_reference import clipped, clipped_mla, parameters
 
@@ -239,8 +239,7 @@ NAMES = [
 
 @pytest.mark.parametrize(("name", "layer", "kind"), NAMES)
 def test_names_of_common_models(name: str, layer: int | None, kind: str) -> None:
-    found = find_projection(name, read_clip_config(CONFIG))
-    assert found is not None
+    [found] = find_projections(parameters({name: torch.zeros(1, 1)}), read_clip_config(CONFIG))
     assert (found.layer, found.kind, found.bias) == (layer, kind, False)
 
 
@@ -258,7 +257,7 @@ def test_names_of_common_models(name: str, layer: int | None, kind: str) -> None
     ],
 )
 def test_names_of_other_parameters(name: str) -> None:
-    assert find_projection(name, read_clip_config(CONFIG)) is None
+    assert find_projections(parameters({name: torch.zeros(1, 1)}), read_clip_config(CONFIG)) == []
 
 
 def test_patterns_of_a_user() -> None:
