@@ -30,7 +30,6 @@ from ..agree.step_decision import StepDecision
 from ..execute import MatrixKey
 from ..layout import Layout
 from ..matrices import MatrixSet, with_stars, without_wrappers
-from ..ortho import Orthogonalizer, Scheme, scheme_for
 from ..params.metrics_option import Metrics
 from ..params.param_record import ParamRecord
 from ..plan import NO_WAVE, Plan
@@ -60,15 +59,10 @@ class Measured:
     """A parameter of the plan, with a row for each of its matrices; or one that AdamW steps, with one row."""
 
     name: str  # with the part of a fused weight
-    group_index: int
     index: int  # in ``Plan.params``; of AdamW's, among all parameters of the optimizer
+    record: ParamRecord
     shared: bool  # whether several ranks know it
-    elements: int  # of each matrix
-    # What only Muon's have.
-    matrices: MatrixSet | None = None
-    scheme: Scheme | Orthogonalizer | None = None
-    dtype: str = ""
-    rounding: str = ""
+    matrices: MatrixSet | None  # None for AdamW's
 
     @property
     def names(self) -> list[str]:
@@ -85,29 +79,22 @@ class Measured:
         """How many rows of the table it has."""
         return 1 if self.matrices is None else self.matrices.count
 
+    @property
+    def elements(self) -> int:
+        """Of each matrix."""
+        return self.record.param.numel() if self.matrices is None else self.matrices.rows * self.matrices.cols
+
 
 def _measured(decision: StepDecision, params: Sequence[ParamRecord], layouts: Sequence[tuple[Layout, ...]]) -> Iterator[Measured]:
     """Parameters of the plan in its order, then those of AdamW; the same on all ranks as far as they are shared."""
     several = decision.exchange is not None
     for index, (planned, (k, part)) in enumerate(zip(decision.plan.params, decision.planned_parts, strict=True)):
-        named, parts = params[k], params[k].matrix_sets or ()
-        matrices = parts[part]
-        assert named.scheme is not None
-        yield Measured(
-            planned.name if len(parts) == 1 else f"{planned.name}[part {part}]",
-            named.group_index,
-            index,
-            shared=several and not planned.private,
-            elements=matrices.rows * matrices.cols,
-            matrices=matrices,
-            scheme=scheme_for(named.scheme, matrices.rows, matrices.cols, named.compute_dtype, named.work_device),
-            dtype=str(named.param.dtype).removeprefix("torch."),
-            rounding=named.param_group["rounding"],
-        )
-    for index, named in enumerate(params):
-        if not named.param_group["use_muon"]:
-            shared = several and bool(layouts[index])
-            yield Measured(named.name, named.group_index, index, shared=shared, elements=named.param.numel())
+        parts = params[k].matrix_sets or ()
+        name = planned.name if len(parts) == 1 else f"{planned.name}[part {part}]"
+        yield Measured(name, index, params[k], several and not planned.private, parts[part])
+    for index, record in enumerate(params):
+        if not record.param_group["use_muon"]:
+            yield Measured(record.name, index, record, several and bool(layouts[index]), None)
 
 
 def _reported(plan: Plan, rank: int, *, by_owners: bool) -> dict[MatrixKey, bool]:

@@ -148,7 +148,7 @@ def _build_buckets(layers: Mapping[LayerKey, Layer]) -> list[_Bucket]:
                     section.write_slots(slots, first_head[section.side])
                 dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
                 rows = _local_rows(member.record)
-                slots_by_bucket.setdefault((param.device, dtype), []).append((member.index, slots[rows]))
+                slots_by_bucket.setdefault((param.device, dtype), []).append((member.param_index, slots[rows]))
     return [
         _Bucket(
             members=tuple(index for index, _ in members),

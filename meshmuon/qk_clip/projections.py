@@ -38,7 +38,7 @@ class Projection(NamedTuple):
     """A parameter that is a projection, its index among all parameters, and what its name says."""
 
     record: ParamRecord
-    index: int
+    param_index: int
     module_name: str  # without the components that wrappers insert
     layer: LayerKey | None  # number of its layer; None where the name has none. A user's pattern may give a name instead
     kind: str  # "q", "k", "kv_b" (MLA's keys and values) or "qkv" (fused)
