@@ -121,21 +121,20 @@ def test_memory_stays_within_the_blocks(masked: bool) -> None:
 
 
 class Attend(nn.Module):
-    def __init__(self, heads: int = 4, key_heads: int = 2, dim: int = 3, **options: Any) -> None:
+    """Grouped attention; the number of heads follows from what the projections give."""
+
+    def __init__(self, heads: int = 4, key_heads: int = 2, dim: int = 3, *, bias: bool = True, **options: Any) -> None:
         super().__init__()
-        self.heads, self.key_heads, self.options = heads, key_heads, options
-        self.q_proj, self.k_proj = nn.Linear(12, heads * dim), nn.Linear(12, key_heads * dim)
-        self.v_proj, self.o_proj = nn.Linear(12, key_heads * dim), nn.Linear(heads * dim, 12)
+        self.dim, self.options = dim, options
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(12, count * dim, bias=bias) for count in (heads, key_heads, key_heads))
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        return [
-            project(x).unflatten(-1, (heads, -1)).transpose(1, 2)
-            for project, heads in ((self.q_proj, self.heads), (self.k_proj, self.key_heads), (self.v_proj, self.key_heads))
-        ]
+        return [one(x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj)]
 
     def forward(self, x: Tensor) -> Tensor:
         options = {"is_causal": True, "enable_gqa": True, **self.options}
-        return self.o_proj(F.scaled_dot_product_attention(*self.parts(x), **options).transpose(1, 2).flatten(2))
+        # Cloned: FSDP2 warns of modules that return views.
+        return F.scaled_dot_product_attention(*self.parts(x), **options).transpose(1, 2).flatten(2).clone()
 
 
 class Net(nn.Module):
