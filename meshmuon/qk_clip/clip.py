@@ -24,7 +24,7 @@ from ..params.dtensors import held_ranges, layout_text
 from ..params.param_record import ParamRecord
 from ..torch_compat import local_part, profiler_range
 from .logits import check_logits, ordered, whole_logits
-from .projections import Layer, LayerKey, Projection, check_overlap, find_projections, read_clip_config, read_layer
+from .projections import HeadTable, LayerKey, Projection, find_projections, read_clip_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,10 @@ class QKClip:
         )
         if key == self._key:
             return
-        layers = {layer: read_layer(layer, logits.numel(), self._projections, config) for layer, logits in qk_logits.items()}
-        check_overlap(layers)
-        self._buckets = _build_buckets(layers)
+        heads = HeadTable()
+        for layer, logits in qk_logits.items():
+            heads.add_layer(layer, logits.numel(), self._projections, config)
+        self._buckets = _build_buckets(heads, params)
         self.clipped = frozenset(index for bucket in self._buckets for index in bucket.members)
         self._key = key
 
@@ -118,7 +119,7 @@ class QKClip:
         with profiler_range("meshmuon::qk_clip"):
             logits = whole_logits(qk_logits)
             for k, bucket in enumerate(self._buckets):
-                joined = _joined(logits, bucket)
+                joined = torch.cat([copy_to(of_layer, bucket.slots.device).to(bucket.dtype) for of_layer in logits])
                 rows = torch.split(_row_factors(bucket, joined, self._config.threshold, skip_mask), bucket.sizes)
                 for member, factor in zip(bucket.members, rows, strict=True):
                     local = local_part(params[member].param)
@@ -129,33 +130,21 @@ class QKClip:
         return dict(zip(qk_logits, logits, strict=True))
 
 
-def _build_buckets(layers: Mapping[LayerKey, Layer]) -> list[_Bucket]:
-    """All index tensors, on the devices where they are used. Heads and logits are numbered through over all layers."""
-    heads_of_logits: dict[str, list[int]] = {"q": [], "k": []}
-    head_count = 0
-    slots_by_bucket: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for layer in layers.values():
-        first_head = {}
-        for side, heads in layer.heads_of_logits.items():
-            first_head[side] = head_count
-            heads_of_logits[side] += [head_count + head for head in heads]
-            head_count += layer.head_counts[side]
-        for member, sections in layer.members:
-            param = member.record.param
-            if param.requires_grad:
-                slots = torch.zeros(param.shape[0], dtype=torch.long)
-                for section in sections:
-                    section.write_slots(slots, first_head[section.side])
-                dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-                rows = _local_rows(member.record)
-                slots_by_bucket.setdefault((param.device, dtype), []).append((member.param_index, slots[rows]))
+def _build_buckets(heads: HeadTable, params: Sequence[ParamRecord]) -> list[_Bucket]:
+    """All index tensors, on the devices where they are used."""
+    slots_by_bucket: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    for index, slots in heads.slots.items():
+        param = params[index].param
+        if param.requires_grad:
+            dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+            slots_by_bucket.setdefault((param.device, dtype), {})[index] = slots[_local_rows(params[index])]
     return [
         _Bucket(
-            members=tuple(index for index, _ in members),
-            sizes=[slots.numel() for _, slots in members],
-            heads_of_logits=torch.tensor(heads_of_logits["q"] + heads_of_logits["k"]).to(device),
-            head_count=head_count,
-            slots=torch.cat([slots for _, slots in members]).to(device),
+            members=tuple(members),
+            sizes=[slots.numel() for slots in members.values()],
+            heads_of_logits=torch.tensor(heads.of_logits["q"] + heads.of_logits["k"]).to(device),
+            head_count=heads.count,
+            slots=torch.cat(list(members.values())).to(device),
             dtype=dtype,
         )
         for (device, dtype), members in slots_by_bucket.items()
@@ -173,15 +162,6 @@ def _local_rows(record: ParamRecord) -> Tensor:
             "its placements say."
         )
     return torch.cat([torch.arange(start, stop) for start, stop in held[0]])
-
-
-def _joined(logits: Sequence[Tensor], bucket: _Bucket) -> Tensor:
-    """The logits of all layers as one vector, on the bucket's device and in its dtype."""
-    device = bucket.slots.device
-    # Pinned logits are copied one by one: joined in host memory they would no longer be pinned, and the host would wait.
-    if len({layer_logits.device for layer_logits in logits}) > 1 or all(layer_logits.is_pinned() for layer_logits in logits):
-        logits = [copy_to(layer_logits, device) for layer_logits in logits]
-    return copy_to(torch.cat([layer_logits.to(bucket.dtype) for layer_logits in logits]), device)
 
 
 def _row_factors(bucket: _Bucket, logits: Tensor, threshold: float, skip_mask: Tensor | None) -> Tensor:

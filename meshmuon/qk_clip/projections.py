@@ -169,47 +169,56 @@ class Section(NamedTuple):
     rest: int = 0  # how many are left; they are not scaled
 
     def write_slots(self, slots: Tensor, first: int) -> None:
-        """Writes the index of each row's factor in the vector (1, √γ of head 0, γ of head 0, √γ of head 1, γ of head 1, …).
-
-        ``slots`` has a number for each row of the parameter; ``first`` is this section's first head among all heads.
-        """
+        """Writes where the factors of these rows are; ``first`` is this section's first head among all heads."""
         kind = torch.tensor([1] * self.root + [2] * self.full + [0] * self.rest)
         of_heads = torch.where(kind > 0, kind + 2 * (first + torch.arange(self.heads).unsqueeze(1)), 0)
         blocks = self.rows.start + self.rows.period * torch.arange(self.rows.count).unsqueeze(1)
         slots[(blocks + torch.arange(self.rows.size)).flatten()] = of_heads.flatten()
 
 
-class Layer(NamedTuple):
-    """A layer with logits: its parameters, each with its sections, and for the sides "q" and "k" the head of each logit.
+class HeadTable:
+    """The heads of all layers with logits, numbered through: their logits, and their rows in the parameters.
 
-    With 4 query heads that share 2 key heads, ``heads_of_logits`` is ``{"q": (0, 1, 2, 3), "k": (0, 0, 1, 1)}`` and
-    ``head_counts`` is ``{"q": 4, "k": 2}``.
+    Attributes:
+        of_logits: for the sides "q" and "k", the head of each logit. In the first layer, 4 query heads that share 2 key heads are
+            ``{"q": [0, 1, 2, 3], "k": [4, 4, 5, 5]}``.
+        count: number of heads.
+        slots: by the index of a parameter, where each row's factor is in the vector (1, √γ of head 0, γ of head 0, √γ of head 1,
+            γ of head 1, …).
     """
 
-    members: list[tuple[Projection, tuple[Section, ...]]]
-    heads_of_logits: dict[str, tuple[int, ...]]
-    head_counts: dict[str, int]
+    def __init__(self) -> None:
+        self.of_logits: dict[str, list[int]] = {"q": [], "k": []}
+        self.count = 0
+        self.slots: dict[int, Tensor] = {}
+        self._key_of: dict[int, LayerKey] = {}  # index of a parameter → the layer to which it belongs
 
-
-def read_layer(layer: LayerKey, count: int, projections: Sequence[Projection], config: ClipConfig) -> Layer:
-    """Finds the projections, their heads and the logits of each head, for a layer for which the user passed ``count`` logits."""
-    members = [member for member in projections if belongs_to(member, layer)]
-    candidates = {kind: _only_weight(layer, kind, members) for kind in ("q", "k", "kv_b", "qkv")}
-    weights = {kind: weight for kind, weight in candidates.items() if weight is not None}
-    if set(weights) not in ({"q", "k"}, {"q", "kv_b"}, {"qkv"}):
-        raise ConfigError(_missing_projections(layer, set(weights), members, projections))
-    sections = {kind: _sections_of(layer, weight, config, mla="kv_b" in weights) for kind, weight in weights.items()}
-    head_counts = {section.side: section.heads for parts in sections.values() for section in parts}
-    chosen = [member for member in members if member.kind in weights]
-    for member in chosen:
-        weight = weights[member.kind].record
-        rows, weight_rows = member.record.param.shape[0], weight.param.shape[0]
-        if rows != weight_rows:
-            raise ConfigError(
-                f"{member.record.name} (layer {layer!r}) has {rows} rows, its weight {weight.name} has {weight_rows}."
-            )
-    members_and_sections = [(member, sections[member.kind]) for member in chosen]
-    return Layer(members_and_sections, _heads_of_logits(layer, count, head_counts, config), head_counts)
+    def add_layer(self, layer: LayerKey, logit_count: int, projections: Sequence[Projection], config: ClipConfig) -> None:
+        """Finds the projections of a layer for which the user passed ``logit_count`` logits, and their heads."""
+        members = [member for member in projections if belongs_to(member, layer)]
+        candidates = {kind: _only_weight(layer, kind, members) for kind in ("q", "k", "kv_b", "qkv")}
+        weights = {kind: weight for kind, weight in candidates.items() if weight is not None}
+        if set(weights) not in ({"q", "k"}, {"q", "kv_b"}, {"qkv"}):
+            raise ConfigError(_missing_projections(layer, set(weights), members, projections))
+        sections = {kind: _sections_of(layer, weight, config, mla="kv_b" in weights) for kind, weight in weights.items()}
+        head_counts = {section.side: section.heads for parts in sections.values() for section in parts}
+        first_head = {"q": self.count, "k": self.count + head_counts["q"]}
+        self.count += sum(head_counts.values())
+        for side, heads in _heads_of_logits(layer, logit_count, head_counts, config).items():
+            self.of_logits[side] += [first_head[side] + head for head in heads]
+        for member in members:
+            if member.kind in weights:
+                record, index, weight = member.record, member.param_index, weights[member.kind].record
+                if record.shape[0] != weight.shape[0]:
+                    raise ConfigError(
+                        f"{record.name} (layer {layer!r}) has {record.shape[0]} rows, its weight {weight.name} has "
+                        f"{weight.shape[0]}."
+                    )
+                if self._key_of.setdefault(index, layer) != layer:
+                    raise ConfigError(f"qk_logits: the layers {self._key_of[index]!r} and {layer!r} both mean {record.name}.")
+                self.slots[index] = torch.zeros(record.shape[0], dtype=torch.long)
+                for section in sections[member.kind]:
+                    section.write_slots(self.slots[index], first_head[section.side])
 
 
 def _only_weight(layer: LayerKey, kind: str, members: Sequence[Projection]) -> Projection | None:
@@ -309,14 +318,3 @@ def _heads_of_logits(layer: LayerKey, count: int, heads: Mapping[str, int], conf
                 f"clip_config: {side}_indices name head {max(indices)}, but layer {layer!r} has {heads[side]} heads."
             )
     return found
-
-
-def check_overlap(layers: Mapping[LayerKey, Layer]) -> None:
-    """Raises if two keys mean the same layer, which would be scaled twice."""
-    key_of: dict[str, LayerKey] = {}
-    for key, layer in layers.items():
-        for member, _ in layer.members:
-            name = member.record.name
-            if name in key_of:
-                raise ConfigError(f"qk_logits: the layers {key_of[name]!r} and {key!r} both mean {name}.")
-            key_of[name] = key
