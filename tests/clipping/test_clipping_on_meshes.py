@@ -307,19 +307,6 @@ def test_stages_of_one_rank_each(order: float) -> None:
 # torch's own wrappers.
 
 
-@pytest.mark.parametrize("order", [2.0, math.inf])
-@pytest.mark.parametrize("sizes", [(5, 8, 6), (3, 6, 1)], ids=str)
-def test_hsdp_over_tp_as_torch_wraps_it(sizes: tuple[int, int, int], order: float) -> None:
-    def main(rank: int) -> float:
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-        net, whole = nets.build_net(sizes), nets.build_net(sizes)
-        nets.split_by_layer(net, mesh["tp"])
-        fully_shard(net, mesh=mesh["replicate", "shard"])
-        return clip_wrapped(net, whole, order)
-
-    assert len(set(run_threads(8, main))) == 1
-
-
 def clip_wrapped(net: nn.Module, whole: nn.Module, order: float) -> float:
     for k, (param, other) in enumerate(zip(net.parameters(), whole.parameters(), strict=True)):
         other.grad = seeded(other.shape, k)
