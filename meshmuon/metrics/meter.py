@@ -155,6 +155,7 @@ class Meter:
                     threshold=clipped.threshold,
                     idle=frozenset(decision.idle),
                     half_iterations=0 if numbers.vectors is None else numbers.vectors.half_iterations,
+                    groups=tuple(groups),
                     recorder=recorder,
                     stored=stored,
                 )

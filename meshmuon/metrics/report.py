@@ -36,7 +36,9 @@ _TOGETHER: Mapping[str, tuple[str, str]] = {
 """What is shown of many matrices together: for each value how it is combined, and which extremes."""
 
 
-def _values_of(row: Sequence[float], measured: Measured, lr: float, relative_sigma: float, *, vectors: bool) -> dict[str, Any]:
+def _values_of(
+    row: Sequence[float], measured: Measured, lr: float, relative_sigma: float, *, rounding: str, vectors: bool
+) -> dict[str, Any]:
     """What is shown of one matrix, or of one parameter of AdamW, from its row of the table; see docs/metrics.md."""
     gradient, weight, update, momentum = (math.sqrt(square) for square in row[: Column.MOMENTUM + 1])
     update *= abs(lr)
@@ -54,7 +56,7 @@ def _values_of(row: Sequence[float], measured: Measured, lr: float, relative_sig
     if matrices is None:
         return values
     values["orthogonality"], values["below_bound"] = math.sqrt(row[Column.DEFECTS]), row[Column.DEFECTS + 1]
-    values["dtype"], values["rounding"] = str(record.param.dtype).removeprefix("torch."), record.param_group["rounding"]
+    values["dtype"], values["rounding"] = str(record.param.dtype).removeprefix("torch."), rounding
     values["rows"], values["cols"] = matrices.rows, matrices.cols
     assert record.scheme is not None
     scheme = scheme_for(record.scheme, matrices.rows, matrices.cols, record.compute_dtype, record.work_device)
@@ -83,6 +85,7 @@ class Measurement:
     threshold: float  # of QK-clip
     idle: frozenset[int]  # indices in ``Plan.params``
     half_iterations: int
+    groups: Sequence[Mapping[str, Any]]  # the param groups of the step
     recorder: StepRecorder
     stored: Mark
 
@@ -117,10 +120,11 @@ def report(measurement: Measurement) -> dict[str, Any]:
             continue
         rows = told["table"][numbers.first_rows[k] :][: measured.rows].double()
         sigmas = largest_singular_values(rows[:, Column.LANCZOS :]).tolist() if muon else [0.0]
-        factor = lr_factor(measured.record.param_group["adjust_lr_fn"], *matrices.lr_shape) if matrices is not None else 1.0
+        group = measurement.groups[group_index]
+        factor = lr_factor(group["adjust_lr_fn"], *matrices.lr_shape) if matrices is not None else 1.0
         lr = float(told[f"lr {group_index}"]) * factor
         for name, row, sigma in zip(measured.names, rows.tolist(), sigmas, strict=True):
-            values = _values_of(row, measured, lr, sigma, vectors=numbers.vectors is not None)
+            values = _values_of(row, measured, lr, sigma, rounding=group["rounding"], vectors=numbers.vectors is not None)
             content["matrices" if muon else "adamw"][name] = values
             by_group.setdefault(group_index, []).append(values)
             by_kind.setdefault(measured.kind, []).append(values)
