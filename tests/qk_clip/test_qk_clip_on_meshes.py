@@ -351,20 +351,22 @@ def test_fsdp_end_to_end_keeps_logits_under_the_threshold() -> None:
     run_threads(3, main)
 
 
+def collected(logits: MaxLogits, *observed: tuple[Any, Tensor, Tensor], **options: Any) -> dict[Any, Tensor]:
+    """What ``collect`` returns once ``observe`` was given these layers, queries and keys."""
+    with logits.collecting():
+        for layer, q, k in observed:
+            logits.observe(layer, q, k, **options)
+    return logits.collect()
+
+
 def test_unevenly_divided_heads() -> None:
     """Three heads over two tensor parallel ranks: two on the first, one on the second."""
     q, k = random(2, 3, 5, 4, seed=1), random(2, 3, 5, 4, seed=2)
-    alone = MaxLogits()
-    with alone.collecting():
-        alone.observe(0, q, k)
-    wanted = alone.collect()[0]
+    wanted = collected(MaxLogits(), (0, q, k))[0]
 
     def main(rank: int) -> None:
-        logits = MaxLogits(tp_group=dist.group.WORLD)
         heads = slice(0, 2) if rank == 0 else slice(2, 3)
-        with logits.collecting():
-            logits.observe(0, q[:, heads], k[:, heads])
-        same(logits.collect()[0], wanted, "heads")
+        same(collected(MaxLogits(tp_group=dist.group.WORLD), (0, q[:, heads], k[:, heads]))[0], wanted, "heads")
 
     run_threads(2, main)
 
@@ -373,10 +375,8 @@ def test_ranks_that_saw_nothing_take_part() -> None:
     def main(rank: int) -> None:
         logits = MaxLogits(dist.group.WORLD)
         for turn in range(3):
-            with logits.collecting():
-                if rank == turn:
-                    logits.observe("attn", torch.full((1, 2, 1, 4), float(turn + 1)), torch.ones(1, 2, 1, 4), scale=1.0)
-            same(logits.collect()["attn"], torch.full((2,), 4.0 * (turn + 1)), "logits")
+            seen = [("attn", torch.full((1, 2, 1, 4), float(turn + 1)), torch.ones(1, 2, 1, 4))] if rank == turn else []
+            same(collected(logits, *seen, scale=1.0)["attn"], torch.full((2,), 4.0 * (turn + 1)), "logits")
         same(logits.collect()["attn"], torch.full((2,), -math.inf), "nothing seen")
 
     run_threads(3, main)
@@ -384,13 +384,11 @@ def test_ranks_that_saw_nothing_take_part() -> None:
 
 def test_nan_of_one_rank_reaches_all_as_infinity() -> None:
     def main(rank: int) -> None:
-        logits = MaxLogits(dist.group.WORLD)
         q = torch.ones(1, 2, 1, 4)
         if rank == 1:
             q[0, 0, 0, 0] = math.nan
-        with logits.collecting():
-            logits.observe(0, q, torch.ones(1, 2, 1, 4))
-        same(logits.collect()[0], torch.tensor([math.inf, 2.0]), "logits")
+        found = collected(MaxLogits(dist.group.WORLD), (0, q, torch.ones(1, 2, 1, 4)))
+        same(found[0], torch.tensor([math.inf, 2.0]), "logits")
 
     run_threads(3, main)
 
@@ -411,10 +409,9 @@ def test_layers_may_come_and_go() -> None:
         logits = MaxLogits(dist.group.WORLD)
         found = []
         for layers in ((0,), (0, 1) if rank == 2 else (0,), (1,), (0,)):
-            with logits.collecting():
-                for layer in layers:
-                    logits.observe(layer, torch.full((1, 2, 1, 4), 1.0 + rank), torch.full((1, 2, 1, 4), 1.0 + layer))
-            found.append({layer: one.tolist() for layer, one in logits.collect().items()})
+            q = torch.full((1, 2, 1, 4), 1.0 + rank)
+            largest = collected(logits, *((layer, q, torch.full((1, 2, 1, 4), 1.0 + layer)) for layer in layers))
+            found.append({layer: one.tolist() for layer, one in largest.items()})
         return found
 
     first, both, second = {0: [6.0, 6.0]}, {0: [6.0, 6.0], 1: [12.0, 12.0]}, {0: [-math.inf] * 2, 1: [12.0, 12.0]}
@@ -422,24 +419,23 @@ def test_layers_may_come_and_go() -> None:
     assert run_threads(3, main) == [[first, both, second, last]] * 3
 
 
-@pytest.mark.parametrize("what", ["heads", "nothing", "part of the heads"])
-def test_every_rank_hears_the_same_refusal(what: str) -> None:
+@pytest.mark.parametrize(
+    ("heads", "by_heads", "text"),
+    [
+        ((2, 3, 2), False, "3 heads on rank 1 and 2"),
+        ((0, 0, 0), False, "no rank has observed"),
+        ((2, 0, 2), True, "only [0, 2] of 3 tensor parallel ranks"),
+    ],
+)
+def test_every_rank_hears_the_same_refusal(heads: tuple[int, ...], by_heads: bool, text: str) -> None:
     def main(rank: int) -> None:
-        logits = MaxLogits(tp_group=dist.group.WORLD) if what == "part of the heads" else MaxLogits(dist.group.WORLD)
-        heads = 2 + (rank == 1 and what == "heads")
-        with logits.collecting():
-            if what != "nothing" and not (what == "part of the heads" and rank == 1):
-                logits.observe(0, torch.ones(1, heads, 1, 4), torch.ones(1, heads, 1, 4))
-        logits.collect()
+        logits = MaxLogits(dist.group.WORLD, tp_group=dist.group.WORLD if by_heads else None)
+        ones = torch.ones(1, heads[rank], 1, 4)
+        collected(logits, *[(0, ones, ones)] * bool(heads[rank]))
 
     shown = refusals(3, main)
     assert len(set(shown)) == 1
-    words = {
-        "heads": "3 heads on rank 1 and 2",
-        "nothing": "no rank has observed",
-        "part of the heads": "only [0, 2] of 3 tensor parallel ranks",
-    }
-    assert words[what] in shown[0]
+    assert text in shown[0]
 
 
 def test_groups_that_lack_ranks() -> None:
@@ -454,10 +450,7 @@ def test_groups_that_lack_ranks() -> None:
 def test_dtensor_queries() -> None:
     """Attention on DTensors: cut by heads and batch it works, cut by positions it is refused."""
     q, k = random(2, 4, 6, 3, seed=1), random(2, 4, 6, 3, seed=2)
-    alone = MaxLogits()
-    with alone.collecting():
-        alone.observe(0, q, k)
-    wanted = alone.collect()[0]
+    wanted = collected(MaxLogits(), (0, q, k))[0]
 
     def main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
