@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +24,7 @@ from meshmuon.qk_clip.max_logits import MaxLogits
 from tests.qk_clip.test_max_logits import Attend, dense
 from tests.support.bounds import sum_error
 from tests.support.clip_reference import clipped, clipped_mla, parameters
+from tests.support.collectives import counted_collectives
 from tests.support.random_layouts import placements
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
@@ -190,12 +187,13 @@ def test_logits_of_several_layers_come_together_in_one_reduction() -> None:
         mesh = mesh_of((2, 2))
         logits = {k: place(one.logits, mesh, (S0, S0)) for k, one in enumerate(layers)}
         tensors = {name: nn.Parameter(place(value, mesh, (R, S0))) for name, value in before.items()}
+        calls[rank].clear()
         QKClip(layers[0].config).apply(parameters(tensors), dict(reversed(logits.items())) if rank else logits)
-        assert calls[rank] == 1
+        assert calls[rank] == [("all_reduce", 8)]
         for name, value in after.items():
             same(local(tensors[name]), local(place(value, mesh, (R, S0))), name)
 
-    with counted_reductions() as calls:
+    with counted_collectives() as calls:
         run_threads(4, main)
 
 
@@ -261,20 +259,6 @@ def attentions(count: int = 2) -> nn.ModuleList:
     return layers
 
 
-@contextmanager
-def counted_reductions() -> Iterator[dict[int, int]]:
-    calls: dict[int, int] = {}
-    lock, original = threading.Lock(), dist.all_reduce
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            calls[dist.get_rank()] = calls.get(dist.get_rank(), 0) + 1
-        return original(*args, **kwargs)
-
-    with patch.object(dist, "all_reduce", counting):
-        yield calls
-
-
 def test_logits_of_data_and_tensor_parallel_ranks_come_together() -> None:
     """TP by heads through torch's own wrapper × data parallel; each further collect is one all-reduce."""
     x = random(4, 6, 12, seed=50)
@@ -292,14 +276,14 @@ def test_logits_of_data_and_tensor_parallel_ranks_come_together() -> None:
             with logits.collecting():
                 for layer in layers:
                     layer(x.chunk(2)[mesh.get_coordinate()[0]])
-            before = calls.get(rank, 0)
+            calls[rank].clear()
             found = logits.collect()
-            assert turn == 0 or calls[rank] == before + 1
+            assert turn == 0 or calls[rank] == [("all_reduce", 17)]
             assert list(found) == [0, 1]
             for k, value in found.items():
                 torch.testing.assert_close(value, wanted[k], rtol=0, atol=bound)
 
-    with counted_reductions() as calls:
+    with counted_collectives() as calls:
         run_threads(4, main)
 
 
