@@ -76,7 +76,7 @@ class Measured:
 
     @property
     def rows(self) -> int:
-        """How many rows of the table it has."""
+        """Number of its rows in the table."""
         return 1 if self.matrices is None else self.matrices.count
 
     @property

@@ -147,7 +147,7 @@ def _aggregate(members: Sequence[Mapping[str, Any]]) -> Values:
 
 
 def _qk_clip(logits: Tensor, threshold: float) -> Values:
-    """The largest logit of a layer, the smallest factor of a head, and how many heads were clipped."""
+    """The largest logit of a layer, the smallest factor of a head, and the number of clipped heads."""
     usable = logits[logits.isfinite()].double()
     largest = float(usable.max()) if usable.numel() else math.nan
     clipped = int((usable > threshold).sum())

@@ -61,7 +61,7 @@ def tridiagonalise(multiply: Multiply, start: Tensor, iterations: int) -> Tensor
     Args:
         multiply: multiplies the vectors by the matrices.
         start: unit vectors, (batch, n).
-        iterations: how many steps.
+        iterations: number of steps.
 
     Returns:
         (batch, 2 · iterations): the diagonal, then the entries beside it, of which the last is always 0.

@@ -147,8 +147,7 @@ class WeightVectors:
         """The lengths of the products, which are complete now: the singular values. Keeps the products for the next step."""
         lengths = {k: torch.linalg.vector_norm(product, dim=1, dtype=torch.float64) for k, product in self._products.items()}
         for k, product in self._products.items():
-            length = lengths[k].unsqueeze(1)
+            unit = (product / lengths[k].unsqueeze(1)).to(product.dtype)
             # A weight of zeros, or one that is not finite, leaves the vector as it is.
-            usable = (length > 0) & length.isfinite()
-            self._vectors[k] = torch.where(usable, (product / length).to(product.dtype), self._vectors[k])
+            self._vectors[k] = torch.where(unit.isfinite().all(1, keepdim=True), unit, self._vectors[k])
         return lengths

@@ -63,7 +63,7 @@ class QKClip:
 
     @property
     def nonfinite_logits(self) -> int:
-        """How many logits so far were +∞ or NaN; their heads were not scaled. On a GPU, reading it waits for the device."""
+        """Number of logits so far that were +∞ or NaN; their heads were not scaled. On a GPU, reading it waits for the device."""
         return int(self._nonfinite)
 
     def check(self, params: Sequence[ParamRecord], qk_logits: Mapping[LayerKey, Tensor] | None) -> None:

@@ -164,9 +164,9 @@ class Section(NamedTuple):
     side: str  # "q" or "k"
     rows: StridedRange  # which rows
     heads: int  # number of heads
-    root: int  # how many rows of a head, from its first on, are scaled by √γ
-    full: int = 0  # how many of the following rows are scaled by γ
-    rest: int = 0  # how many are left; they are not scaled
+    root: int  # number of rows of a head, from its first on, that are scaled by √γ
+    full: int = 0  # number of the following rows that are scaled by γ
+    rest: int = 0  # number of the remaining rows, which are not scaled
 
     def write_slots(self, slots: Tensor, first: int) -> None:
         """Writes where the factors of these rows are; ``first`` is this section's first head among all heads."""

@@ -160,7 +160,7 @@ def test_plain_tensors_alone_send_nothing() -> None:
 
 
 def test_a_union_of_meshes_makes_one_group_once() -> None:
-    """Ranks 0 to 4 of 6 are connected by meshes of their own, and there is no group of just these."""
+    """Ranks 0 to 4 of 6 are connected by separate meshes, and there is no group of just these."""
     case = Case((Param((7, 5), 0, (S0,)), Param((5, 6), 1, (S1,))))
 
     def main(rank: int) -> list[float]:
@@ -283,7 +283,7 @@ def clip_wrapped(net: nn.Module, whole: nn.Module, order: float) -> float:
 
 
 def gloo_main(rank: int, folder: Path) -> None:
-    """In a process of its own: wrapped by FSDP2, beside one device; then NaN and a failure on one rank only."""
+    """In a separate process: wrapped by FSDP2, beside one device; then NaN and a failure on one rank only."""
     mesh = init_device_mesh("cpu", (2,))
     for order in ORDERS:
         net, whole = nets.build_net((5, 7, 3)), nets.build_net((5, 7, 3))

@@ -201,7 +201,7 @@ def two_ranks_with_private_weights(scheme: Any = "keller") -> tuple[Muon, torch.
     return Muon(groups, lr=0.0, scheme=scheme, metrics=1), shared, private
 
 
-def test_a_plan_that_is_new_on_one_rank_only_begins_anew_on_all() -> None:
+def test_a_plan_that_is_new_on_one_rank_only_starts_over_on_all() -> None:
     """Rank 0 gets a gradient of a weight that only it knows, and plans again. Both ranks must multiply by the same vectors."""
 
     def main(rank: int) -> tuple[list[int], float, float]:

@@ -245,7 +245,7 @@ def test_qk_clip_shows_logits_and_factors() -> None:
 
 
 def test_copies_checkpoints_and_offload() -> None:
-    """A copy measures as its original does; what is remembered of weights begins anew."""
+    """A copy measures as its original does; what is remembered of weights starts over."""
     params = parameters()
     optimizer = built(params, 2)
     optimizer.turn_on_cpu_offload()
