@@ -142,5 +142,4 @@ def bound_of(scheme: Scheme) -> float:
     """
     grid = [10 ** (-k / 1000) for k in range(7001)]  # from 1 down to 1e-7
     allowed = max(abs(1 - scheme(x)) for x in grid if x >= 0.1) * (1 + 1e-3)
-    brought = itertools.takewhile(lambda x: x >= 0.1 or abs(1 - scheme(x)) <= allowed, grid)
-    return min(brought)
+    return min(itertools.takewhile(lambda x: abs(1 - scheme(x)) <= allowed, grid))

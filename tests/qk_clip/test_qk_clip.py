@@ -307,11 +307,15 @@ def test_no_logits_no_clip() -> None:
 
 
 def test_frozen_projections_stay() -> None:
+    """Also one that is frozen between two steps."""
     tensors = {name: nn.Parameter(tensor, requires_grad="q_proj" in name) for name, tensor in pair().items()}
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    QKClip(CONFIG).apply(parameters(tensors), {0: torch.full((4,), 40.0)})
-    same(tensors[K].detach(), before[K])
-    same(tensors[Q].detach(), clipped(before[Q], [[40.0]] * 4, 10.0, 4))
+    clip, params = QKClip(CONFIG), parameters(tensors)
+    for _ in range(2):
+        clip.apply(params, {0: torch.full((4,), 40.0)})
+        same(tensors[K].detach(), before[K])
+        same(tensors[Q].detach(), clipped(before[Q], [[40.0]] * 4, 10.0, 4))
+        tensors[Q].requires_grad_(False)
 
 
 @pytest.mark.parametrize("left_out", [True, False])
@@ -326,14 +330,16 @@ def test_layouts_are_read_at_every_step() -> None:
     """Other logits, other parameters and another split of the same names are seen."""
     clip = QKClip(CONFIG)
     name = "h.0.c_attn.weight"
-    for split, heads in (((16, 8, 8), 4), ((8, 8, 16), 2), ((16, 8, 8), 4)):
-        param = nn.Parameter(random(32, 6))
-        clip.apply(parameters({name: param}, split=split), {0: torch.full((heads,), 40.0)})
-        wanted = random(32, 6)
-        wanted[: split[0] + split[1]] *= torch.tensor(0.25).sqrt()
-        same(param.detach(), wanted)
-    clip.apply(parameters({name: param}, split=(24, 4, 4)), {0: torch.full((6,), 40.0)})
-    assert not torch.equal(param.detach(), wanted)
+    [record] = records = parameters({name: nn.Parameter(random(32, 6))})
+    for replaced in (True, False):
+        for split in ((8, 8, 16), (16, 8, 8), (16, 4, 12)):
+            record.param.detach().copy_(random(32, 6))
+            record.param_group["split"] = split
+            params = parameters({name: record.param}, split=split) if replaced else records
+            clip.apply(params, {0: torch.full((split[0] // 4,), 40.0)})
+            wanted = random(32, 6)
+            wanted[: split[0] + split[1]] *= torch.tensor(0.25).sqrt()
+            same(record.param.detach(), wanted)
 
 
 def test_parameters_may_change_their_places() -> None:

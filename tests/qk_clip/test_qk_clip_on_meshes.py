@@ -386,21 +386,21 @@ def refusals(world: int, main: Any) -> list[str]:
     return run_threads(world, caught)
 
 
-def test_layers_may_come_and_go() -> None:
-    """Ranks that see a new layer have all compare notes again; one that is not seen any more has −∞."""
+def test_layers_and_heads_may_come_and_go() -> None:
+    """Ranks that see a new layer, or other heads, have all compare notes again; a layer that is not seen any more has −∞."""
 
     def main(rank: int) -> list[dict[Any, list[float]]]:
         logits = MaxLogits(dist.group.WORLD)
         found = []
-        for layers in ((0,), (0, 1) if rank == 2 else (0,), (1,), (0,)):
-            q = torch.full((1, 2, 1, 4), 1.0 + rank)
-            largest = collected(logits, *((layer, q, torch.full((1, 2, 1, 4), 1.0 + layer)) for layer in layers))
+        for layers, heads in (((0,), 2), ((0, 1) if rank == 2 else (0,), 2), ((1,), 2), ((0,), 2), ((0,), 3)):
+            q = torch.full((1, heads, 1, 4), 1.0 + rank)
+            largest = collected(logits, *((layer, q, torch.full((1, heads, 1, 4), 1.0 + layer)) for layer in layers))
             found.append({layer: one.tolist() for layer, one in largest.items()})
         return found
 
     first, both, second = {0: [6.0, 6.0]}, {0: [6.0, 6.0], 1: [12.0, 12.0]}, {0: [-math.inf] * 2, 1: [12.0, 12.0]}
-    last = {0: [6.0, 6.0], 1: [-math.inf] * 2}
-    assert run_threads(3, main) == [[first, both, second, last]] * 3
+    third, last = {0: [6.0, 6.0], 1: [-math.inf] * 2}, {0: [6.0, 6.0, 6.0]}
+    assert run_threads(3, main) == [[first, both, second, third, last]] * 3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmuon.transport import groups
+from meshmuon.torch_compat import new_named_group
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "all_to_all_single", "broadcast", "barrier")
 
@@ -34,5 +34,5 @@ def counted_collectives() -> Iterator[dict[int, list[tuple[str, int]]]]:
     with ExitStack() as stack:
         for name in _COLLECTIVES:
             stack.enter_context(patch.object(dist, name, counting(name, getattr(dist, name))))
-        stack.enter_context(patch.object(groups, "new_named_group", counting("new_group", groups.new_named_group)))
+        stack.enter_context(patch("meshmuon.transport.groups.new_named_group", counting("new_group", new_named_group)))
         yield calls
