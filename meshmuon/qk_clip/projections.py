@@ -196,8 +196,15 @@ class HeadTable:
     def add_layer(self, layer: LayerKey, logit_count: int, projections: Sequence[Projection], config: ClipConfig) -> None:
         """Finds the projections of a layer for which the user passed ``logit_count`` logits, and their heads."""
         members = [member for member in projections if belongs_to(member, layer)]
-        candidates = {kind: _only_weight(layer, kind, members) for kind in ("q", "k", "kv_b", "qkv")}
-        weights = {kind: weight for kind, weight in candidates.items() if weight is not None}
+        weights: dict[str, Projection] = {}
+        for member in members:
+            if not member.bias and weights.setdefault(member.kind, member) is not member:
+                same_kind = [one for one in members if one.kind == member.kind and not one.bias]
+                raise ConfigError(
+                    f"qk_logits: layer {layer!r} has {len(same_kind)} {member.kind} projections: "
+                    f"{', '.join(one.record.name for one in same_kind)}. Name the attention module instead of the number, as in "
+                    f"qk_logits={{{same_kind[0].module_name.rsplit('.', 2)[0]!r}: ...}}."
+                )
         if set(weights) not in ({"q", "k"}, {"q", "kv_b"}, {"qkv"}):
             raise ConfigError(_missing_projections(layer, set(weights), members, projections))
         sections = {kind: _sections_of(layer, weight, config, mla="kv_b" in weights) for kind, weight in weights.items()}
@@ -219,17 +226,6 @@ class HeadTable:
                 self.slots[index] = torch.zeros(record.shape[0], dtype=torch.long)
                 for section in sections[member.kind]:
                     section.write_slots(self.slots[index], first_head[section.side])
-
-
-def _only_weight(layer: LayerKey, kind: str, members: Sequence[Projection]) -> Projection | None:
-    weights = [member for member in members if member.kind == kind and not member.bias]
-    if len(weights) > 1:
-        names = ", ".join(weight.record.name for weight in weights)
-        raise ConfigError(
-            f"qk_logits: layer {layer!r} has {len(weights)} {kind} projections: {names}. Name the attention module instead of "
-            f"the number, as in qk_logits={{{weights[0].module_name.rsplit('.', 2)[0]!r}: ...}}."
-        )
-    return weights[0] if weights else None
 
 
 def _missing_projections(
