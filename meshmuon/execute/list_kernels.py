@@ -415,9 +415,8 @@ class ListKernels:
 
     def __init__(self) -> None:
         self._tables: dict[Hashable, ListTable] = {}
-        self.only_compiles: Callable[[], AbstractContextManager[None]] | None = (
-            None  # if so, what surrounds a launch over nothing
-        )
+        # If set, kernels are launched over tables without elements, inside of this context.
+        self.only_compiles: Callable[[], AbstractContextManager[None]] | None = None
 
     def _table(self, *operands: Sequence[Tensor], broadcast: int = 0) -> ListTable:
         key = len(operands), broadcast, *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)

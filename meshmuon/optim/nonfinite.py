@@ -77,7 +77,7 @@ class NonFinite:
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.skipped: int | Tensor = 0  # how many steps; a tensor where only a device knows it
-        self.skipped_matrices: int | Tensor = 0  # how many of this rank's, also
+        self.skipped_matrices: int | Tensor = 0  # how many updates; also a tensor there
         self._checked: Sequence[CheckedUpdates] = ()  # by the last step
 
     @property
