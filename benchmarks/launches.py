@@ -20,9 +20,10 @@ import torch
 from common import Goal, Report
 from figures import log_axis
 
-from meshmuon.tools.predict.launches import SECONDS_PER_LAUNCH, Launches
+from meshmuon.plan.prediction import SECONDS_PER_LAUNCH
+from meshmuon.tools.predict.launches import Launches
 from meshmuon.tools.simulate.description import load_model
-from meshmuon.tools.simulate.machines import load_machine
+from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.sharding import MeshAxes
 from meshmuon.tools.simulate.simulation import MuonOptions, SimulatedStage, plan_cluster
 

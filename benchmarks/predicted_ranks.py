@@ -21,6 +21,8 @@ from ranks import Runner, make
 from wire import Wire
 
 from meshmuon import Muon
+from meshmuon.plan.calibration import Calibration
+from meshmuon.plan.counts import buffer_bytes, bytes_sent
 from meshmuon.tools.doctor.context import Context, DoctorOptions, Finding
 from meshmuon.tools.doctor.measurements import (
     calibration_of,
@@ -31,8 +33,6 @@ from meshmuon.tools.doctor.measurements import (
     summarise_links,
     summarise_products,
 )
-from meshmuon.tools.predict.calibration import Calibration
-from meshmuon.tools.predict.counts import buffer_bytes, bytes_sent
 from meshmuon.tools.predict.prediction import predict
 
 SCHEME = "meshmuon, auto"

@@ -18,8 +18,8 @@ from torch import Tensor
 from ...layout import ShardedMatrix
 from ...matrices import with_stars
 from ...plan import EVERY_HOLDER, NO_WAVE, Plan, Task, how_computed
-from ..predict.counts import peers_of_step
-from ..predict.timeline import ON_LINKS
+from ...plan.counts import peers_of_step
+from ...plan.timeline import ON_LINKS
 from .sharding import MeshAxes
 from .simulation import MEMORY_KINDS, SimulatedStage, Simulation
 

@@ -22,14 +22,14 @@ from ...ortho.iteration import scratch_bytes
 from ...params.option_table import ParamGroup
 from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
 from ...plan import DEFAULT_MAX_PEERS, NO_WAVE, CostModel, Nodes, Plan, PlanOptions, add_local_costs, cost_model_for
-from ..predict.counts import WavePeers, count_peers, peers_of_step
+from ...plan.counts import WavePeers, count_peers, peers_of_step
+from ...plan.machines import Machine
+from ...plan.timeline import Timeline
 from ..predict.launches import Launches, adamw_launches, launches_of
 from ..predict.prediction import predict
 from ..predict.saved_plan import read_plan
-from ..predict.timeline import Timeline
 from .description import ModelDescription, ModelParam
 from .inputs import read_file
-from .machines import Machine
 from .sharding import PlacedParam, Sharding
 
 _FLOPS_PER_PARAMETER = 6  # of forward and backward, per token

@@ -16,11 +16,11 @@ from torch import nn
 
 from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.plan import LinkRate, Rate, cost_model_from
-from meshmuon.tools import simulate
+from meshmuon.plan.calibration import Calibration, ElementwiseRates
+from meshmuon.plan.machines import MACHINE_FILES
 from meshmuon.tools.cli.main import main
-from meshmuon.tools.predict.calibration import Calibration, ElementwiseRates
 from meshmuon.tools.predict.trace import trace_plan
-from meshmuon.tools.simulate.machines import load_machine
+from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.render import print_report, sections_of
 from tests.support.optional import need
 
@@ -318,7 +318,7 @@ def test_a_module_that_cannot_be_imported(
 )
 def test_a_machine_of_impossible_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str, value: Any) -> None:
     path = tmp_path / "machine.json"
-    content = json.loads((Path(simulate.__file__).parent / "machine_files" / "h100.json").read_text(encoding="utf-8"))
+    content = json.loads((MACHINE_FILES / "h100.json").read_text(encoding="utf-8"))
     path.write_text(json.dumps({**content, field: value}))
     found = refusal(capsys, "--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", str(path))
     assert f"its {field}" in found.replace("its efficiency and peak_flops", f"its {field}")

@@ -14,10 +14,10 @@ import pytest
 
 import meshmuon
 from meshmuon.plan import cost_model_from
+from meshmuon.plan.calibration import Calibration
 from meshmuon.tools.cli.main import main
 from meshmuon.tools.doctor import CHECKS, Context, DoctorOptions, run_doctor
 from meshmuon.tools.doctor.doctor import Ending
-from meshmuon.tools.predict.calibration import Calibration
 from tests.support.processes import results_of, run_ranks
 
 from .faults import Ended, doctor_rank

@@ -12,7 +12,7 @@ import pytest
 
 from meshmuon.errors import ConfigError
 from meshmuon.plan import CostModel, LinkRate, PlannedParam, Rate, cost_model_from, make_plan
-from meshmuon.tools.predict.calibration import Calibration, ElementwiseRates
+from meshmuon.plan.calibration import Calibration, ElementwiseRates
 from meshmuon.tools.predict.prediction import predict
 from tests.support.plans import entry, options_for
 

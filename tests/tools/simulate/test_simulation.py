@@ -15,10 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.plan import Nodes, routes_of, slot_sizes, wave_sizes
+from meshmuon.plan.machines import Machine
 from meshmuon.tools.predict.prediction import predict
 from meshmuon.tools.simulate.advice import advice_for, advice_from_choices, compare_options
 from meshmuon.tools.simulate.description import ModelDescription, ModelParam, load_model
-from meshmuon.tools.simulate.machines import Machine, load_machine
+from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.modules import describe_module
 from meshmuon.tools.simulate.report import Figures, build_report, bytes_between_blocks
 from meshmuon.tools.simulate.sharding import MeshAxes

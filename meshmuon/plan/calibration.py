@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from ...plan import CostModel, LinkRate, Rate, RatesReader
-from ...plan.cost import FORMAT, VERSION
+from .cost import FORMAT, VERSION, CostModel, LinkRate, Rate, RatesReader
 
 _MOST_RANKS = 10**7
 

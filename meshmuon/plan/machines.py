@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
-from ...plan import LinkRate, Rate
-from ..predict.calibration import Calibration, ElementwiseRates
-from .inputs import read_preset
+from ..errors import ConfigError
+from .calibration import Calibration, ElementwiseRates
+from .cost import LinkRate, Rate
 
 FORMAT, VERSION = "meshmuon machine", 1
+MACHINE_FILES = Path(__file__).parent / "machine_files"
 _DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
 _LARGEST = 1e18  # number that a machine may have
 _ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
@@ -153,5 +156,14 @@ def _check_number(name: str, value: Any, *, positive: bool) -> None:
         raise ConfigError(f"its {name} is {value!r} and must be a number{' above 0' if positive else ''}.")
 
 
-def load_machine(name: str) -> Machine:
-    return read_preset("--hardware", name, "machine", Machine.from_json)
+def machine_names() -> list[str]:
+    return sorted(path.stem for path in MACHINE_FILES.glob("*.json"))
+
+
+@lru_cache(maxsize=8)
+def machine_like(device_name: str) -> Machine | None:
+    """The machine whose name is in that of a device: "h100" for "NVIDIA H100 80GB HBM3"; None if there is none."""
+    name = next((name for name in machine_names() if name in device_name.lower()), None)
+    if name is None:
+        return None
+    return Machine.from_json(json.loads((MACHINE_FILES / f"{name}.json").read_text(encoding="utf-8")))
