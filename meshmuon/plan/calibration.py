@@ -1,20 +1,45 @@
-"""What ``meshmuon doctor --save`` measured on a user's machines, as plain data, and what follows from it.
+"""How fast a machine is, as plain data: what ``meshmuon doctor --save`` measured or ``meshmuon plan --save-rates`` wrote.
 
-The file is JSON. ``Calibration`` has the same names and units.
+``Muon(cost_model=FILE)`` plans with it. The file is JSON. ``Calibration`` has the same names and units.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from .cost import FORMAT, VERSION, CostModel, LinkRate, Rate, RatesReader
+from ..errors import ConfigError, shown
+from .cost import CostModel
 
+FORMAT, VERSION = "meshmuon calibration", 1  # of the file
+_SMALLEST_RATE, _LARGEST_RATE = 1e-15, 1e24  # what lies outside was not measured on a computer
+_LARGEST_SIZE = 2**31
 _MOST_RANKS = 10**7
+_REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast n × n matrices are worked on by one rank, while all ranks work."""
+
+    dtype: str
+    size: int  # n
+    flops_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """How fast a rank sends, while it receives as much and the other ranks do the same."""
+
+    bytes_per_second: float
+    seconds: float  # that an exchange of a few bytes takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +52,7 @@ class ElementwiseRates:
     adamw: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Calibration:
     """The measurements of one run of ``meshmuon doctor``; medians over ranks and pairs of ranks."""
 
@@ -49,8 +74,27 @@ class Calibration:
     seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
     host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU and in older files
 
+    def __repr__(self) -> str:
+        return f"Calibration({self.device_name!r}, {hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:8]})"
+
     def cost_model(self) -> CostModel:
-        return RatesReader(self.to_json()).cost_model()
+        """What plans weigh.
+
+        On one node, that is the rate and latency of an exchange of all ranks. On several, bytes have the rates of the links
+        inside and between nodes. An exchange inside a node has the latency of its link, one between nodes that of the exchange
+        of all ranks.
+        """
+        if self.exchange is None:
+            raise ConfigError(f"it was measured on one rank and knows no link between ranks. {_REMEDY}")
+        rate = max(self.orthogonalisation, key=lambda rate: rate.size).flops_per_second
+
+        def price(link: LinkRate) -> tuple[float, float]:
+            return rate / link.bytes_per_second, max(1.0, rate * link.seconds)
+
+        of_host = None if self.copies is None else price(self.copies)[0]
+        if self.inside is None or self.between is None:
+            return CostModel(*price(self.exchange), host_flops_per_byte=of_host)
+        return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1], of_host)
 
     def orthogonalisation_rate(self, size: int) -> float:
         """FLOPs per second on matrices whose shorter side is ``size``; on a logarithmic scale between two sizes."""
@@ -123,3 +167,91 @@ def rate_at(size: int, points: Iterable[tuple[int, float]]) -> float:
             share = math.log(size / low) / math.log(high / low)
             return float(at_low * (at_high / at_low) ** share)
     return ordered[-1][1]
+
+
+CostModelLike: TypeAlias = "CostModel | Calibration | str | os.PathLike[str]"
+
+
+def cost_model_from(value: CostModelLike | None) -> CostModel | Calibration | None:
+    """What a user named: costs, the rates in a file, or None."""
+    if value is None or isinstance(value, (CostModel, Calibration)):
+        return value
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise ConfigError(f"cost_model={shown(value)} must be a CostModel, the name of a calibration file, or None.")
+    try:
+        calibration = Calibration.load(value)
+        calibration.cost_model()  # refuses rates without links
+    except ConfigError as error:
+        raise ConfigError(f"cost_model={shown(str(value))}: {error}") from None
+    return calibration
+
+
+class RatesReader:
+    """Reads the fields of a file, and says which one is wrong."""
+
+    def __init__(self, content: Mapping[str, Any], where: str = "") -> None:
+        self.content, self._where = content, where
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> RatesReader:
+        """Reads a file: rates, or a whole report of ``meshmuon doctor --json``."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"it cannot be read: {error.strerror or error}. {_REMEDY}") from None
+        except RecursionError:
+            raise ConfigError(f"it is not JSON that can be read: it is nested too deeply. {_REMEDY}") from None
+        except ValueError as error:  # also of text that is not UTF-8
+            raise ConfigError(f"it is not JSON ({error}). {_REMEDY}") from None
+        if isinstance(content, Mapping) and isinstance(content.get("calibration"), Mapping):
+            content = content["calibration"]
+        if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+            raise ConfigError(f"it is no calibration file. {_REMEDY}")
+        if content.get("version") != VERSION:
+            raise ConfigError(
+                f"it has version {content.get('version')!r} of the format, and this meshmuon reads version {VERSION}. {_REMEDY}"
+            )
+        return cls(content)
+
+    def text(self, name: str) -> str:
+        return str(self._field(name, "text", lambda value: isinstance(value, str)))
+
+    def number(self, name: str) -> float:
+        self._field(name, "a positive number", lambda value: _is_number(value) and 0 < value < math.inf)
+        bounds = f"between {_SMALLEST_RATE:g} and {_LARGEST_RATE:g}"
+        return float(self._field(name, bounds, lambda value: _SMALLEST_RATE <= value <= _LARGEST_RATE))
+
+    def whole(self, name: str, most: int) -> int:
+        """A whole number from 1 to ``most``."""
+        expected = f"a whole number from 1 to {most}"
+        return int(self._field(name, expected, lambda value: _is_number(value) and 1 <= value <= most and value == int(value)))
+
+    def rates(self, name: str) -> tuple[Rate, ...]:
+        def is_list(value: Any) -> bool:
+            return isinstance(value, Sequence) and bool(value) and all(isinstance(row, Mapping) for row in value)
+
+        rows = self._field(name, "a list of rates", is_list)
+        readers = [RatesReader(row, f"{name}[{k}].") for k, row in enumerate(rows)]
+        return tuple(Rate(row.text("dtype"), row.whole("size", _LARGEST_SIZE), row.number("flops_per_second")) for row in readers)
+
+    def link(self, name: str) -> LinkRate | None:
+        """A link, or None if it was not measured."""
+        reader = self.inner(name, "a link")
+        return None if reader is None else LinkRate(reader.number("bytes_per_second"), reader.number("seconds"))
+
+    def inner(self, name: str, kind: str) -> RatesReader | None:
+        """The fields of a field."""
+        row = self._field(name, f"{kind} or null", lambda value: value is None or isinstance(value, Mapping))
+        return None if row is None else RatesReader(row, f"{name}.")
+
+    def _field(self, name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+        value = self.content.get(name)
+        if not fits(value):
+            bits = value.bit_length() if type(value) is int else 0
+            given = f"a number of {bits} bits" if bits > 999 else repr(value)[:120]
+            raise ConfigError(f"its {self._where}{name} is {given} and must be {expected}. {_REMEDY}")
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .calibration import Calibration, ElementwiseRates
-from .cost import LinkRate, Rate
+from .calibration import Calibration, ElementwiseRates, LinkRate, Rate
 
 FORMAT, VERSION = "meshmuon machine", 1
 MACHINE_FILES = Path(__file__).parent / "machine_files"

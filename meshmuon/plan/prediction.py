@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from operator import add
 
-from .calibration import Calibration
-from .cost import LinkRate
+from .calibration import Calibration, LinkRate
 from .counts import WavePeers, count_peers
 from .plan_data import PlanData, add_local_costs
 from .relays import Hops

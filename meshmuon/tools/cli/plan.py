@@ -96,7 +96,7 @@ def _of_job(arguments: argparse.Namespace) -> _Inputs:
     machine = _machine(arguments)
     if plan.options.nodes is not None:
         machine = replace(machine, ranks_per_node=max(map(len, plan.options.nodes.ranks)))
-    options = replace(_options(arguments), replicas=plan.options.replicas, memory_budget=plan.options.budget)
+    options = replace(_options(arguments), replicas=plan.options.replicas)
     return sharding.model(arguments.from_json.stem), machine, options, [sharding]
 
 
@@ -171,7 +171,7 @@ def _options(arguments: argparse.Namespace) -> MuonOptions:
         scheme=arguments.scheme,
         param_dtype=_dtype(arguments.param_dtype) or torch.float32,
         momentum_dtype=_dtype(arguments.momentum_dtype),
-        cost_model=None if rates is None or rates.exchange is None else rates.cost_model(),
+        cost_model=None if rates is None or rates.exchange is None else rates,
         **given,
     )
 

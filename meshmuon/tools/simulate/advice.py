@@ -119,13 +119,14 @@ def _buffers(simulation: Simulation) -> Iterator[str]:
     buffers, has = simulation.most_bytes("exchange_buffers"), simulation.machine.memory_bytes
     if not has or buffers < _LARGE_BUFFERS * has:
         return
-    budget = simulation.options.budget
+    budget = simulation.slowest.plan.options.budget
     lower = max(_SMALLEST_BUDGET, 2 ** int(budget * _LARGE_BUFFERS * has / buffers).bit_length() // 2)
     text = f"Exchange buffers take {bytes_text(buffers)}, {buffers / has:.0%} of memory"
     if lower < budget:
         yield f"{text}: lower memory_budget to {bytes_text(lower)} ({lower})."
     else:
-        yield f"{text}: lower waves_ahead, now {simulation.options.waves_ahead}, so that fewer waves are in flight."
+        ahead = simulation.slowest.plan.options.in_flight - 1
+        yield f"{text}: lower waves_ahead, now {ahead}, so that fewer waves are in flight."
 
 
 def _waiting(simulation: Simulation) -> Iterator[str]:
@@ -167,13 +168,13 @@ def _likely_faster(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
     """Fewer and larger waves, where a step has several and waits for them. Each choice plans again, so that there is one."""
     timeline, plan = simulation.slowest.timeline, simulation.slowest.plan
     if len(plan.wave_lanes) > 1 and timeline.waited_for + timeline.parts.get("others", 0.0) > _MUCH_WAITING * timeline.seconds:
-        yield _with_budget(simulation.options, 4)
+        yield _with_budget(simulation, 4)
 
 
-def _with_budget(options: MuonOptions, factor: float) -> tuple[str, MuonOptions]:
-    budget = int(options.budget * factor)
+def _with_budget(simulation: Simulation, factor: float) -> tuple[str, MuonOptions]:
+    budget = int(simulation.slowest.plan.options.budget * factor)
     text = str(budget) if budget % 2**20 else f"{budget >> 20}*2**20"  # as ``Muon`` takes it
-    return f"memory_budget={text}", replace(options, memory_budget=budget, batch_budget=None)
+    return f"memory_budget={text}", replace(simulation.options, memory_budget=budget)
 
 
 def compare_meshes(simulation: Simulation, others: Sequence[Sharding]) -> list[Figures]:
@@ -202,4 +203,4 @@ def _other_options(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
     for scheme in ("polar_express", "keller"):
         if scheme != options.scheme:
             yield f'scheme="{scheme}"', replace(options, scheme=scheme)
-    yield from (_with_budget(options, factor) for factor in (4, 0.25))
+    yield from (_with_budget(simulation, factor) for factor in (4, 0.25))

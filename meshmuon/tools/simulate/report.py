@@ -139,8 +139,8 @@ def _options(simulation: Simulation) -> Figures:
         compute_dtype=stage.planned.compute_dtype,
         param_dtype=str(options.param_dtype).removeprefix("torch."),
         scheme=str(options.scheme),
-        memory_budget=options.budget,
-        waves_ahead=options.waves_ahead,
+        memory_budget=stage.plan.options.budget,
+        waves_ahead=stage.plan.options.in_flight - 1,
     )
 
 

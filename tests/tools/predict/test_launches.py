@@ -99,8 +99,8 @@ def test_a_step_launches_what_its_plan_says(name: str) -> None:
 )
 def test_models_launch_no_more_than_now(model: str, mesh: str, most: int) -> None:
     machine = load_machine("h100")
-    options = MuonOptions(param_dtype=BF16).on(machine)
-    (planned,) = plan_cluster(load_model(model), MeshAxes.parse(mesh), options, machine.device, machine.ranks_per_node)
+    options = MuonOptions(param_dtype=BF16)
+    (planned,) = plan_cluster(load_model(model), MeshAxes.parse(mesh), options, machine)
     stage = SimulatedStage.of(planned, machine, options)
     launches = [of_rank.total for of_rank in stage.launches.values()]
     assert max(launches) <= most
