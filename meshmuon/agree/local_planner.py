@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from ..device import device_memory, device_name, memory_budget_for
@@ -143,6 +144,8 @@ class LocalPlanner:
             if first.work_device.type != "cpu":
                 memory = device_memory(first.work_device) if machine is None else machine.memory_bytes
                 machine = machine or machine_like(device_name(first.work_device))
+                if machine is None and settings.cost_model is None and topology.rank == topology.ranks[0] != topology.ranks[-1]:
+                    _tell_of_guess(device_name(first.work_device) or first.work_device.type)
             costs = settings.cost_model or _costs_on(machine, first, several_nodes=nodes is not None)
             if isinstance(costs, Calibration):
                 self._rates, costs = costs, costs.cost_model()
@@ -328,6 +331,15 @@ def _places(record: ParamRecord) -> str:
     """Where a parameter is and where its matrices are orthogonalised: ``"cuda"`` for both, ``"cpu to cuda"`` for host memory."""
     stored, works = record.device.type, record.work_device.type
     return works if stored == works else f"{stored} to {works}"
+
+
+@lru_cache
+def _tell_of_guess(device: str) -> None:
+    logging.getLogger("meshmuon").warning(
+        "meshmuon does not know how fast %s is, and plans with a guess. Measure it with torchrun ... -m meshmuon doctor --save "
+        "FILE, and pass cost_model=FILE to Muon.",
+        device,
+    )
 
 
 def _costs_on(machine: Machine | None, record: ParamRecord, *, several_nodes: bool) -> CostModel | Calibration:

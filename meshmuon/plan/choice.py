@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -13,7 +14,7 @@ from .prediction import step_timeline
 from .tasks import PlannedParam, PlanOptions
 from .timeline import Timeline
 
-_MOST_COMPARED = 24  # plans; fewer for large models, where each takes a second
+_MOST_COMPARED = 40  # plans; fewer for large models, where each takes a second
 _MOST_TASKS_COMPARED = 200_000  # over all plans
 _MOST_IN_FLIGHT = 16
 _MANY_PEERS = 256  # with which relays may be faster
@@ -66,10 +67,10 @@ class _Search:
             self._try(max_peers=None)
         if self._most_buffer_bytes is not None:  # all memory, before it is decided what travels
             self._try(in_flight=self._most_in_flight(self._options.budget))
+        self._try_replicas()
         before = None
         while before != self._score:
             before = self._score
-            self._try_replicas()
             self._try_memory()
             self._try_waves()
         if self._options.max_peers is not None and not self.plan.relayed and self.plan.most_peers > _MANY_PEERS:
@@ -83,32 +84,35 @@ class _Search:
         needed = max(plan.buffers(plan.options.in_flight).values(), default=0)
         return max(0, needed - self._most_buffer_bytes), seconds * (1 + _WORTH_ALL_MEMORY * needed / self._most_buffer_bytes)
 
-    def _try(self, share: dict[int, bool] | None = None, **changes: int | None) -> None:
-        """Compares with a plan with some options changed, or with other matrices shared by replicas, and keeps the better one."""
+    def _try(self, share: Mapping[int, bool] | None = None, **changes: int | None) -> tuple[float, float]:
+        """The score of a plan with some options changed, or with other matrices shared by replicas. The best plan is kept."""
         if self._left < 1:
-            return
+            return math.inf, math.inf
         self._left -= 1
         owned, options = self._owned, replace(self._options, **changes)  # type: ignore[arg-type]
         if share is not None:
             params = [replace(param, share=share.get(k, param.share)) for k, param in enumerate(owned.params)]
             owned = own_matrices(params, options)
         plan = exchange_in_waves(owned, options)
-        excess, seconds = self._score_of(plan)
-        if (excess, seconds) < (self._score[0], _FASTER * self._score[1]):
-            self._owned, self._options, self.plan, self._score = owned, options, plan, (excess, seconds)
+        score = self._score_of(plan)
+        if score < (self._score[0], _FASTER * self._score[1]):
+            self._owned, self._options, self.plan, self._score = owned, options, plan, score
+        return score
 
     def _try_replicas(self) -> None:
-        """All replicas share one owner, or each computes for itself; then the reverse for each kind of matrix alone."""
+        """All replicas share one owner, or each computes for itself; from both, one kind of matrix after the other is changed."""
         kinds: dict[object, list[int]] = {}
         for k in self._open:
             param = self._owned.params[k]
             kinds.setdefault((param.flops, param.layouts[0].shape, param.layouts[0].placements), []).append(k)
-        for share in (True, False) if kinds else ():
-            self._try(dict.fromkeys(self._open, share))
-        if len(kinds) > 1:
-            for members in sorted(kinds.values(), key=lambda members: -len(members) * self._owned.params[members[0]].flops):
-                shared = {task.param for task in self.plan.tasks if task.sharded.replicas > 1 and task.owner >= 0}
-                self._try(dict.fromkeys(members, members[0] not in shared))
+        heaviest_first = sorted(kinds.values(), key=lambda members: -len(members) * self._owned.params[members[0]].flops)
+        starts = [dict.fromkeys(self._open, share) for share in (True, False)] if kinds else []
+        scores = [self._try(start) for start in starts]
+        for score, pattern in sorted(zip(scores, starts, strict=True), key=lambda pair: pair[0]):
+            for members in 2 * heaviest_first if len(kinds) > 1 else ():
+                changed = pattern | dict.fromkeys(members, not pattern[members[0]])
+                if (other := self._try(changed)) < score:
+                    score, pattern = other, changed
 
     @cached_property
     def _open(self) -> list[int]:
@@ -121,7 +125,7 @@ class _Search:
 
     def _try_memory(self) -> None:
         budget, in_flight = self._options.budget, self._options.in_flight
-        self._try(in_flight=max(2, in_flight // 2))
+        self._try(in_flight=(in_flight + 1) // 2)
         if self._most_buffer_bytes is not None:
             for other in (2 * budget, budget // 2):
                 self._try(budget=other, in_flight=self._most_in_flight(other))

@@ -95,6 +95,26 @@ class Timeline:
         return max(self.ends.values(), default=0.0)
 
     @cached_property
+    def bound(self) -> float:
+        """What no order of these waves can undercut: on some rank the time of its links, or its work and what of the first gather
+        and of the last scatter it cannot hide. Local matrices and the momentum of other waves hide the former, AdamW and the
+        updates of other waves the latter.
+        """
+        step = self.work
+        bound = max(step.host_ahead, default=0.0)
+        for k in range(len(step.ranks)):
+            links = sum(wave.gather[k] + wave.scatter[k] for wave in step.waves)
+            work = step.host[k] + step.local[k] + step.adamw[k] + step.busy * links
+            work += sum(wave.momentum[k] + wave.orthogonalise[k] + wave.update[k] for wave in step.waves)
+            if step.waves:
+                before, after = step.local[k] + sum(w.momentum[k] for w in step.waves[1:]), step.adamw[k]
+                after += sum(w.update[k] for w in step.waves[:-1])
+                edges = max(0.0, step.waves[0].gather[k] - before) + max(0.0, step.waves[-1].scatter[k] - after)
+                work += (1 - step.busy) * edges
+            bound = max(bound, links, work)
+        return bound
+
+    @cached_property
     def slowest(self) -> int:
         """Of the ranks that end last, the first that waits least: the others wait for it."""
         waited = dict(zip(self.ranks, self.waited, strict=True))

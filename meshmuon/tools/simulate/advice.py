@@ -44,16 +44,10 @@ def advice_from_choices(choices: Sequence[Figures]) -> list[str]:
     now, best = next(row for row in planned if row.chosen), min(planned, key=lambda row: row.seconds)
     if best.seconds > _MUCH_FASTER * now.seconds:
         return []
-    text = (
+    return [
         f"{best.label} takes {seconds_text(best.seconds)} instead of {seconds_text(now.seconds)}, with "
         f"{bytes_text(best.memory)} of memory instead of {bytes_text(now.memory)}: pass it to Muon."
-    )
-    if best.label.startswith("replicas="):
-        text += (
-            ' replicas="auto" goes by rates that are the same for all machines of a kind, unless cost_model= names the '
-            "measurements of meshmuon doctor, or a file of meshmuon plan --save-rates."
-        )
-    return [text]
+    ]
 
 
 def _memory(simulation: Simulation) -> Iterator[str]:
@@ -101,8 +95,7 @@ def _peers(simulation: Simulation) -> Iterator[str]:
     if peers < _MANY_PEERS:
         return
     if any(stage.plan.relayed for stage in simulation.stages):
-        limit = simulation.options.max_peers
-        text = f"{peers:,} peers per exchange, more than {limit:,}: exchanges between nodes go in two hops."
+        text = f"{peers:,} peers per exchange: exchanges between nodes go in two hops."
     else:
         connections = simulation.most_bytes("connections")
         text = f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."

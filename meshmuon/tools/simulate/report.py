@@ -164,6 +164,7 @@ def _step(simulation: Simulation) -> Figures:
     return Figures(
         rank=timeline.slowest,
         seconds=timeline.seconds,
+        bound=timeline.bound,  # that no order of the waves can undercut
         orthogonalise=parts["orthogonalise"],  # matrices that it owns
         local=parts["local"],  # all that is done with matrices that stay where they are
         elementwise=parts["momentum"] + parts["update"],  # of the others

@@ -54,7 +54,7 @@ class MuonOptions:
     param_dtype: torch.dtype = torch.float32
     momentum_dtype: torch.dtype | None = None
     cost_model: CostModel | Calibration | None = None
-    max_peers: int = DEFAULT_MAX_PEERS
+    max_peers: int | None = DEFAULT_MAX_PEERS  # None: exchanges never go through relays
 
     def batch_budget(self, machine: Machine) -> int:
         """Bytes of scratch of a batch: as ``ExecutorSettings`` has it in a job on the machine."""

@@ -131,7 +131,6 @@ def test_faster_links_never_slow_a_step() -> None:
     link = replace(machine.between, bytes_per_second=machine.between.bytes_per_second * 4)
     slow, fast = (simulate(load_model("llama3-8b"), "dp_shard=64", one) for one in (machine, replace(machine, between=link)))
     assert fast.seconds < slow.seconds
-    assert fast.stages[0].planned.plan.digest == slow.stages[0].planned.plan.digest
 
 
 def test_columns_of_ranks_add_up() -> None:
@@ -171,12 +170,12 @@ def test_advice_on_few_large_matrices() -> None:
 
 def test_advice_on_many_peers_names_a_mesh_that_can_be_planned() -> None:
     model = wide(12, 4096)
-    through_relays, direct = simulate(model, "dp_shard=2048"), simulate(model, "dp_shard=2048", max_peers=4096)
+    through_relays, direct = simulate(model, "dp_shard=2048"), simulate(model, "dp_shard=2048", max_peers=None)
     assert (through_relays.most_peers, direct.most_peers) == (7 + 32, 2047)
     (text,) = [text for text in advice_for(direct) if "peers per exchange" in text]
     assert text.startswith("2,047 peers per exchange: each needs a connection")
     (text,) = [text for text in advice_for(through_relays) if "peers per exchange" in text]
-    assert text.startswith("2,047 peers per exchange, more than 1,024")
+    assert text.startswith("2,047 peers per exchange: exchanges between nodes go in two hops")
     mesh = text.partition('--mesh "')[2].partition('"')[0]
     assert "--replicas repeat" in text
     better = simulate(model, mesh, replicas="repeat")
