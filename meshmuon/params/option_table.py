@@ -299,7 +299,7 @@ _ENGINE = (
         'library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on CPU. See docs/proofs.md.'
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(
-        "How fast the machine is, for the choice of owners, waves and ``replicas``: a file that ``meshmuon doctor --save`` wrote, "
+        "How fast the machine is, for the choice of owners, waves and ``replicas``: a file of ``meshmuon doctor --save``, "
         "or a ``CostModel``; by default the machine file that fits the GPU's name, or a guess. See docs/doctor.md."
     ),
     Option("metrics", None, _WHOLE, of_value(metrics_from), _PLAN).with_help(

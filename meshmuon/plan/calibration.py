@@ -73,6 +73,8 @@ class Calibration:
     copies: LinkRate | None = None  # between the memory of a device and pinned memory of its host; None on CPU
     seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
     host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU and in older files
+    alone: tuple[Rate, ...] = ()  # as ``orthogonalisation``, of a single matrix; empty if that is as fast as a batch
+    slower_beside_exchange: float = 0.0  # what products take longer while the links are busy, as a share
 
     def __repr__(self) -> str:
         return f"Calibration({self.device_name!r}, {hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:8]})"
@@ -100,6 +102,11 @@ class Calibration:
         """FLOPs per second on matrices whose shorter side is ``size``; on a logarithmic scale between two sizes."""
         return rate_at(size, ((rate.size, rate.flops_per_second) for rate in self.orthogonalisation))
 
+    def rate_alone(self, size: int) -> float:
+        """The same of a matrix that has a batch for itself; never above the rate of a batch."""
+        batched = self.orthogonalisation_rate(size)
+        return min(batched, rate_at(size, ((rate.size, rate.flops_per_second) for rate in self.alone))) if self.alone else batched
+
     @property
     def exchange_busy(self) -> float:
         """The share of an exchange in which the device can do nothing else: 0 unless it is a CPU, where 1 is the worst case."""
@@ -117,11 +124,10 @@ class Calibration:
         return completed if self.exchange else replace(completed, exchange=exchange, seconds_per_peer=seconds_per_peer)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file. What peers add is there if it is a figure of its own, as in rates that were not measured."""
+        """The content of the file. What only rates that were not measured have is there if it is not empty."""
+        described = ("seconds_per_peer", "alone", "slower_beside_exchange")
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        if not self.seconds_per_peer:
-            del content["seconds_per_peer"]
-        return content
+        return {name: value for name, value in content.items() if value or name not in described}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
@@ -146,6 +152,8 @@ class Calibration:
             copies=reader.link("copies"),
             seconds_per_peer=_given(reader, "seconds_per_peer") or 0.0,
             host_seconds_per_launch=_given(reader, "host_seconds_per_launch"),
+            alone=reader.rates("alone") if reader.content.get("alone") else (),
+            slower_beside_exchange=_given(reader, "slower_beside_exchange") or 0.0,
         )
 
 

@@ -56,16 +56,25 @@ class _Seconds:
         self._of_matrix = [self._matrix(k) for k in range(len(plan.params))]
         self._work = [dict.fromkeys(plan.ranks, 0.0) for _ in plan.wave_lanes]
         self._copying = [0.0] * len(plan.wave_lanes)  # seconds per element in each direction; a wave is of one lane
+        batches: set[tuple[int, int, int, int]] = set()  # wave, owner and shape
         for task in plan.tasks:
             if task.owner != EVERY_HOLDER:
                 self._copying[task.wave] = self._copied(task)
-                self._work[task.wave][task.owner] += self._of_matrix[task.param] + self._per_owned * task.sharded.size
+                seconds, first = self._of_matrix[task.param]
+                batch = task.wave, task.owner, task.sharded.rows, task.sharded.cols
+                if batch not in batches:
+                    batches.add(batch)
+                    seconds += first
+                self._work[task.wave][task.owner] += seconds + self._per_owned * task.sharded.size
 
-    def _matrix(self, param: int) -> float:
-        """Seconds in which one matrix of a parameter is orthogonalised."""
+    def _matrix(self, param: int) -> tuple[float, float]:
+        """Seconds in which one matrix of a parameter is orthogonalised in a batch, and what the first of a batch adds to them."""
         planned = self._plan.params[param]
-        sharded = planned.sharded_matrices(planned.layouts[0])[:1]
-        return sum(planned.flops / self._machine.orthogonalisation_rate(min(one.rows, one.cols)) for one in sharded)
+        for one in planned.sharded_matrices(planned.layouts[0])[:1]:
+            size = min(one.rows, one.cols)
+            in_batch = planned.flops / self._machine.orthogonalisation_rate(size)
+            return in_batch, planned.flops / self._machine.rate_alone(size) - in_batch
+        return 0.0, 0.0
 
     def _copied(self, task: Task) -> float:
         """Seconds in which one element gets from host memory to the device, or back; 0 where it is on the device already."""
@@ -81,10 +90,17 @@ class _Seconds:
         issued = machine.host_seconds_per_matrix if self._on_cores else 0.0
         per_element = [elementwise + 2 * self._copied(task) for task in staying]
         costs = (
-            (task.sharded, self._of_matrix[task.param] + seconds * task.sharded.size + issued)
+            (task.sharded, self._of_matrix[task.param][0] + seconds * task.sharded.size + issued)
             for task, seconds in zip(staying, per_element, strict=True)
         )
         add_local_costs(local, costs)
+        batches = {
+            (rank, task.sharded.rows, task.sharded.cols): self._of_matrix[task.param][1]
+            for task in {task.sharded: task for task in staying}.values()
+            for rank in task.sharded.holdings
+        }
+        for (rank, _, _), first in batches.items():
+            local[rank] += first
         all_at_once = max(1, len(waves)) if self._averages else None
         per_launch = machine.host_seconds_per_launch or SECONDS_PER_LAUNCH
         nothing = [0.0] * len(plan.ranks)
@@ -99,6 +115,7 @@ class _Seconds:
             gathered_ahead=all_at_once,
             host_ahead=[machine.host_seconds_per_step + per_launch * count for count in launches] or nothing,
             launches=launches,
+            slower_beside_exchange=machine.slower_beside_exchange,
         )
 
     def _wave(self, wave: int) -> WaveSeconds:
