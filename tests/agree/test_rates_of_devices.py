@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from meshmuon.agree.local_planner import LocalPlanner, PlanSettings, Topology, _tell_of_guess, slices_by_mesh
+from meshmuon.agree.local_planner import LocalPlanner, PlanSettings, Topology, _tell_of_guess
 from meshmuon.layout import Mesh, Replicated, Sharded
 from meshmuon.matrices import MatrixOptions
 from meshmuon.ortho import resolve_scheme
@@ -35,7 +35,7 @@ def plan_on(name: str, monkeypatch: pytest.MonkeyPatch, machine: Machine | None 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=85 * 10**9))
     params = records()
-    topology = Topology.around(0, slices_by_mesh(params), None)
+    topology = Topology.around(0, params, None)
     planner = LocalPlanner(params, PlanSettings(PlanOptions(GUESS), "auto", "", machine=machine, **settings), topology)
     return planner.plan(frozenset(range(len(params)))).plan
 
