@@ -82,7 +82,8 @@ class _Finder(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = node.value
         if isinstance(call, ast.Call) and _name(call) in _STATEMENTS and self._candidate(node, "wait", ast.unparse(call)):
-            return ast.copy_location(ast.Pass(), node)
+            kept = [argument for argument in call.args if isinstance(argument, ast.Call)]  # wait_for(dist.all_reduce(…), …)
+            return ast.copy_location(ast.Expr(kept[0]) if kept else ast.Pass(), node)
         return self.generic_visit(node)
 
     def visit_With(self, node: ast.With) -> ast.AST:
