@@ -20,9 +20,10 @@ import torch
 from common import Goal, Report
 from figures import log_axis
 
-from meshmuon.tools.predict.launches import SECONDS_PER_LAUNCH, Launches
+from meshmuon.plan.prediction import SECONDS_PER_LAUNCH
+from meshmuon.tools.predict.launches import Launches
 from meshmuon.tools.simulate.description import load_model
-from meshmuon.tools.simulate.machines import load_machine
+from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.sharding import MeshAxes
 from meshmuon.tools.simulate.simulation import MuonOptions, SimulatedStage, plan_cluster
 
@@ -57,9 +58,9 @@ def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]
     machine = load_machine(options.hardware)
     rows = []
     for name, mesh, before, most in report.each(options.models, lambda model: str(model[0])):
-        muon = MuonOptions(param_dtype=BFLOAT16).on(machine)
+        muon = MuonOptions(param_dtype=BFLOAT16)
         model, axes = load_model(name), MeshAxes.parse(mesh)
-        (planned,) = plan_cluster(model, axes, muon, machine.device, machine.ranks_per_node)
+        (planned,) = plan_cluster(model, axes, muon, machine)
         stage = SimulatedStage.of(planned, machine, muon)
         rank, largest = max(stage.launches.items(), key=lambda item: item[1].total)
         matrices = sum(rank in task.sharded.holdings for task in planned.plan.tasks)  # that it holds, whole or a piece

@@ -21,10 +21,10 @@ from ranks import Runner, make
 from wire import Wire
 
 from meshmuon import Muon
+from meshmuon.plan.calibration import Calibration
+from meshmuon.plan.counts import buffer_bytes, bytes_sent
 from meshmuon.tools.doctor.context import Context, DoctorOptions
 from meshmuon.tools.doctor.measurements import calibration_of, measure_host, measure_links, measure_rates
-from meshmuon.tools.predict.calibration import Calibration
-from meshmuon.tools.predict.counts import buffer_bytes, bytes_sent
 from meshmuon.tools.predict.prediction import predict
 
 SCHEME = "meshmuon, auto"

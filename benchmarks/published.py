@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from common import COLOURS, Benchmark, Goal, Report
 
+from meshmuon.plan.machines import Machine
 from meshmuon.tools.simulate.description import load_model
-from meshmuon.tools.simulate.machines import Machine, load_machine
+from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.sharding import MeshAxes
 from meshmuon.tools.simulate.simulation import MuonOptions, Simulation, Workload
 

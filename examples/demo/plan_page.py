@@ -14,7 +14,7 @@ from demo.model import GPT, WEIGHTS
 from demo.train import RunResult
 from meshmuon.errors import ConfigError
 from meshmuon.tools.simulate.advice import advice_for
-from meshmuon.tools.simulate.machines import load_machine
+from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.modules import describe_module
 from meshmuon.tools.simulate.render import render_page
 from meshmuon.tools.simulate.report import Figures, build_report

@@ -269,13 +269,14 @@ _ENGINE = (
     ),
     Option("replicas", "auto", _WHOLE, one_of(REPLICA_OPTIONS), _PLAN).with_help(
         'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
-        '``"repeat"`` has each compute it, ``"auto"`` takes the cheaper, and shares what a scheme or a rule of your own computes.'
+        '``"repeat"`` has each compute it, ``"auto"`` takes the faster, and shares what a scheme or a rule of your own computes.'
     ),
     # ExecutorSettings checks its range.
     Option("memory_budget", None, _WHOLE, whole_number(optional=True), _PLAN).with_help(
         "Bytes of matrices that an owner gathers per wave, and of scratch that a batch may use. By default 64 MiB of a CPU's "
         "memory, or a 128th of a GPU's (512 MiB of 80 GB; twice that for batches). The exchange buffers of a rank take at most "
-        "2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner."
+        "2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner. Where plans are compared, the default is a "
+        "start: waves may be larger, and buffers take at most 18 × it."
     ),
     # ExecutorSettings checks its range.
     Option("chunk_size", -1, _WHOLE, whole_number(), _PLAN).with_help(
@@ -299,8 +300,8 @@ _ENGINE = (
         'library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on CPU. See docs/proofs.md.'
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(
-        "How fast links are beside matrix units, for the choice of owners, waves and ``replicas``: a file that ``meshmuon doctor "
-        "--save`` wrote, or a ``CostModel``; by default a guess for each kind of device. See docs/doctor.md."
+        "How fast the machine is, for the choice of owners, waves and ``replicas``: a file of ``meshmuon doctor --save``, "
+        "or a ``CostModel``; by default the machine file that fits the GPU's name, or a guess. See docs/doctor.md."
     ),
     Option("metrics", None, _WHOLE, of_value(metrics_from), _PLAN).with_help(
         "Measures every k-th step, for ``optimizer.metrics()``: a number k, or a ``meshmuon.metrics.Metrics``; by default "

@@ -1,6 +1,9 @@
 """Who computes which matrix and what travels, decided from shapes and layouts alone."""
 
-from .cost import CostModel, CostModelLike, LinkRate, Rate, RatesReader, cost_model_for, cost_model_from
+from .calibration import Calibration, CostModelLike, LinkRate, Rate, cost_model_from
+from .choice import choose_plan
+from .cost import CostModel, cost_model_for
+from .machines import Machine, machine_like
 from .nodes import Nodes
 from .plan import Plan, make_plan
 from .plan_data import PlanData, add_local_costs
@@ -9,6 +12,7 @@ from .report import bytes_text, counted, how_computed, table
 from .routes import WaveRoutes, WaveSizes, rank_routes, routes_of, slot_sizes, wave_sizes
 from .schedule import Action, Batch, BatchItem, ItemRange, gradient_read_order, most_gathered_ahead, pipeline_order, plan_batches
 from .tasks import (
+    DEFAULT_IN_FLIGHT,
     DEFAULT_MAX_PEERS,
     EVERY_HOLDER,
     NO_WAVE,
@@ -22,6 +26,7 @@ from .tasks import (
 )
 
 __all__ = [
+    "DEFAULT_IN_FLIGHT",
     "DEFAULT_MAX_PEERS",
     "EVERY_HOLDER",
     "NO_WAVE",
@@ -29,12 +34,14 @@ __all__ = [
     "Action",
     "Batch",
     "BatchItem",
+    "Calibration",
     "CostModel",
     "CostModelLike",
     "HopRoutes",
     "Hops",
     "ItemRange",
     "LinkRate",
+    "Machine",
     "Nodes",
     "Parcel",
     "PartIndex",
@@ -44,7 +51,6 @@ __all__ = [
     "PlanOptions",
     "PlannedParam",
     "Rate",
-    "RatesReader",
     "Relays",
     "Replicas",
     "Task",
@@ -53,11 +59,13 @@ __all__ = [
     "WaveSizes",
     "add_local_costs",
     "bytes_text",
+    "choose_plan",
     "cost_model_for",
     "cost_model_from",
     "counted",
     "gradient_read_order",
     "how_computed",
+    "machine_like",
     "make_plan",
     "most_gathered_ahead",
     "pipeline_order",

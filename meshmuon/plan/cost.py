@@ -1,28 +1,15 @@
-"""What computing and sending cost, in one unit: FLOPs of the device that orthogonalises.
-
-``Muon(cost_model=FILE)`` names a file of rates that ``meshmuon doctor --save`` measured, or ``meshmuon plan --save-rates`` wrote.
-Only what a plan weighs is read here: how fast matrices are orthogonalised, and the links between ranks.
-"""
+"""What computing and sending cost, in one unit: FLOPs of the device that orthogonalises."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError
 from ..layout import ShardedMatrix
 from .nodes import Crossings
 
-FORMAT, VERSION = "meshmuon calibration", 1  # of the file
 _LARGEST = 1e30  # costs stay finite when they are multiplied by bytes and added up
-_SMALLEST_RATE, _LARGEST_RATE = 1e-15, 1e24  # what lies outside was not measured on a computer
-_LARGEST_SIZE = 2**31
-_REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -109,8 +96,8 @@ def repr_of_given(value: CostModel | Any) -> str:
 
     Part of a plan's digest: on one node and without relays it reads as it did before plans knew of these.
     """
-    given = [(entry.name, getattr(value, entry.name)) for entry in fields(value)]
-    return f"{type(value).__name__}({', '.join(f'{name}={field!r}' for name, field in given if field is not None)})"
+    entries = [(entry.name, getattr(value, entry.name)) for entry in fields(value)]
+    return f"{type(value).__name__}({', '.join(f'{name}={given!r}' for name, given in entries if given is not None)})"
 
 
 # Orders of magnitude: 4e14 FLOP/s of bfloat16 products, 40 GB/s of network per GPU and 25 GB/s to its host; 1e11 FLOP/s and
@@ -125,126 +112,3 @@ def cost_model_for(device_type: str, *, several_nodes: bool = False) -> CostMode
     """The model for a kind of device. It is the same on every rank, as plans must be."""
     models = _ON_SEVERAL_NODES if several_nodes else _MODELS
     return models.get(device_type, _CPU)
-
-
-CostModelLike: TypeAlias = "CostModel | str | os.PathLike[str]"
-
-
-def cost_model_from(value: CostModelLike | None) -> CostModel | None:
-    """The cost model that a user named: itself, from a file of rates, or None."""
-    if value is None or isinstance(value, CostModel):
-        return value
-    if not isinstance(value, (str, os.PathLike)) or not str(value):
-        raise ConfigError(f"cost_model={shown(value)} must be a CostModel, the name of a calibration file, or None.")
-    try:
-        return RatesReader.open(value).cost_model()
-    except ConfigError as error:
-        raise ConfigError(f"cost_model={shown(str(value))}: {error}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """How fast n × n matrices are worked on by one rank, while all ranks work."""
-
-    dtype: str
-    size: int  # n
-    flops_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class LinkRate:
-    """How fast a rank sends, while it receives as much and the other ranks do the same."""
-
-    bytes_per_second: float
-    seconds: float  # that an exchange of a few bytes takes
-
-
-class RatesReader:
-    """Reads the fields of a file, and says which one is wrong."""
-
-    def __init__(self, content: Mapping[str, Any], where: str = "") -> None:
-        self.content, self._where = content, where
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> RatesReader:
-        """Reads a file: rates, or a whole report of ``meshmuon doctor --json``."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"it cannot be read: {error.strerror or error}. {_REMEDY}") from None
-        except RecursionError:
-            raise ConfigError(f"it is not JSON that can be read: it is nested too deeply. {_REMEDY}") from None
-        except ValueError as error:  # also of text that is not UTF-8
-            raise ConfigError(f"it is not JSON ({error}). {_REMEDY}") from None
-        if isinstance(content, Mapping) and isinstance(content.get("calibration"), Mapping):
-            content = content["calibration"]
-        if not isinstance(content, Mapping) or content.get("format") != FORMAT:
-            raise ConfigError(f"it is no calibration file. {_REMEDY}")
-        if content.get("version") != VERSION:
-            raise ConfigError(
-                f"it has version {content.get('version')!r} of the format, and this meshmuon reads version {VERSION}. {_REMEDY}"
-            )
-        return cls(content)
-
-    def text(self, name: str) -> str:
-        return str(self._field(name, "text", lambda value: isinstance(value, str)))
-
-    def number(self, name: str) -> float:
-        self._field(name, "a positive number", lambda value: _is_number(value) and 0 < value < math.inf)
-        bounds = f"between {_SMALLEST_RATE:g} and {_LARGEST_RATE:g}"
-        return float(self._field(name, bounds, lambda value: _SMALLEST_RATE <= value <= _LARGEST_RATE))
-
-    def whole(self, name: str, most: int) -> int:
-        """A whole number from 1 to ``most``."""
-        expected = f"a whole number from 1 to {most}"
-        return int(self._field(name, expected, lambda value: _is_number(value) and 1 <= value <= most and value == int(value)))
-
-    def rates(self, name: str) -> tuple[Rate, ...]:
-        def is_list(value: Any) -> bool:
-            return isinstance(value, Sequence) and bool(value) and all(isinstance(row, Mapping) for row in value)
-
-        rows = self._field(name, "a list of rates", is_list)
-        readers = [RatesReader(row, f"{name}[{k}].") for k, row in enumerate(rows)]
-        return tuple(Rate(row.text("dtype"), row.whole("size", _LARGEST_SIZE), row.number("flops_per_second")) for row in readers)
-
-    def link(self, name: str) -> LinkRate | None:
-        """A link, or None if it was not measured."""
-        reader = self.inner(name, "a link")
-        return None if reader is None else LinkRate(reader.number("bytes_per_second"), reader.number("seconds"))
-
-    def inner(self, name: str, kind: str) -> RatesReader | None:
-        """The fields of a field."""
-        row = self._field(name, f"{kind} or null", lambda value: value is None or isinstance(value, Mapping))
-        return None if row is None else RatesReader(row, f"{name}.")
-
-    def cost_model(self) -> CostModel:
-        """What plans take from the file.
-
-        On one node, that is the rate and latency of an exchange of all ranks. On several, bytes have the rates of the links
-        inside and between nodes. An exchange inside a node has the latency of its link, one between nodes that of the exchange
-        of all ranks.
-        """
-        exchange, inside, between, copies = map(self.link, ("exchange", "inside", "between", "copies"))
-        if exchange is None:
-            raise ConfigError(f"it was measured on one rank and knows no link between ranks. {_REMEDY}")
-        rate = max(self.rates("orthogonalisation"), key=lambda rate: rate.size).flops_per_second
-
-        def price(link: LinkRate) -> tuple[float, float]:
-            return rate / link.bytes_per_second, max(1.0, rate * link.seconds)
-
-        of_host = None if copies is None else price(copies)[0]
-        if inside is None or between is None:
-            return CostModel(*price(exchange), host_flops_per_byte=of_host)
-        return CostModel(*price(inside), price(between)[0], price(exchange)[1], of_host)
-
-    def _field(self, name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
-        value = self.content.get(name)
-        if not fits(value):
-            bits = value.bit_length() if type(value) is int else 0
-            given = f"a number of {bits} bits" if bits > 999 else repr(value)[:120]
-            raise ConfigError(f"its {self._where}{name} is {given} and must be {expected}. {_REMEDY}")
-        return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

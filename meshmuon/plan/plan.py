@@ -72,15 +72,30 @@ def _check_copies(param: PlannedParam, copies: Sequence[Sequence[ShardedMatrix]]
 def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     """Plans a step on ``params``; a pure function of its arguments.
 
-    1. ``_tasks`` separates the matrices that stay where they are from those that need an owner.
-    2. ``assign_owners`` gives each of the latter an owner, beside the load of the former.
-    3. ``cut_into_waves`` divides them into waves that fit the memory budget. Where a rank would then have too many peers,
-       exchanges between nodes go through relays, whose buffers may leave room for fewer waves in flight.
+    ``own_matrices`` decides where each matrix is orthogonalised, ``exchange_in_waves`` how the pieces get there and back.
     """
+    return checked(exchange_in_waves(own_matrices(params, options), options))
+
+
+def checked(plan: PlanData) -> Plan:
+    return Plan(plan.ranks, plan.params, plan.tasks, plan.wave_lanes, plan.options)
+
+
+@dataclass(frozen=True)
+class OwnedMatrices:
+    """The matrices of a plan with their owners, before they have waves."""
+
+    ranks: tuple[int, ...]
+    params: tuple[PlannedParam, ...]
+    staying: Sequence[Task]  # matrices that their holders compute where they are
+    travelling: Sequence[Task]  # the others; they have owners, but no waves
+
+
+def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedMatrices:
+    """Gives every matrix that cannot stay where it is an owner, beside the load of those that can."""
     ranks = tuple(sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks}))
-    if options.nodes is not None:
-        options = replace(options, nodes=options.nodes.among(ranks))
-    crossings = None if options.nodes is None else Crossings(options.nodes)
+    nodes = None if options.nodes is None else options.nodes.among(ranks)
+    crossings = None if nodes is None else Crossings(nodes)
     staying, travelling = _tasks(params, options, crossings)
     loads = dict.fromkeys(ranks, 0.0)
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
@@ -88,18 +103,31 @@ def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
         loads[rank] += options.cost.per_byte_of_host * count
     owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
     owned = [task.placed(owner) for task, owner in zip(travelling, owners, strict=True)]
-    in_waves, wave_lanes, in_flight = cut_into_waves(owned, params, options)
-    parts = ranks, tuple(params), (*staying, *in_waves), wave_lanes
-    direct = PlanData(*parts, options)  # not a ``Plan``, whose checks take a while
-    limit = options.max_peers
-    if limit is None or options.nodes is None or len(ranks) - 1 <= limit or direct.most_peers <= limit:
-        return Plan(*parts, replace(options, in_flight=in_flight, max_peers=None))
+    return OwnedMatrices(ranks, tuple(params), staying, owned)
+
+
+def exchange_in_waves(owned: OwnedMatrices, options: PlanOptions) -> PlanData:
+    """Divides the matrices that travel into waves that fit the memory budget.
+
+    Where a rank would then have too many peers, exchanges between nodes go through relays, whose buffers may leave room for fewer
+    waves in flight.
+    """
+    if options.nodes is not None:
+        options = replace(options, nodes=options.nodes.among(owned.ranks))
+    in_waves, wave_lanes, in_flight = cut_into_waves(owned.travelling, owned.params, options)
+    most = options.in_flight
+    options = replace(options, in_flight=in_flight)
+    if options.max_peers is None or options.nodes is None or len(owned.ranks) - 1 <= options.max_peers:
+        options = replace(options, max_peers=None)
+    plan = PlanData(owned.ranks, owned.params, (*owned.staying, *in_waves), wave_lanes, options)
+    if options.max_peers is None or plan.most_peers <= options.max_peers:
+        return plan if options.max_peers is None else replace(plan, options=replace(options, max_peers=None))
     # The bound has room for buffers between hops as well: as much again for the first hop of every wave in flight, and for those
     # that all waves share.
-    bound = 4 * options.budget * options.in_flight + _SHARED_BY_WAVES * options.budget
-    while in_flight > 2 and options.chunk_size <= 0 and max(direct.buffers(in_flight).values()) > bound:
+    bound = 4 * options.budget * most + _SHARED_BY_WAVES * options.budget
+    while in_flight > 2 and options.chunk_size <= 0 and max(plan.buffers(in_flight).values()) > bound:
         in_flight -= 1
-    return Plan(*parts, replace(options, in_flight=in_flight))
+    return plan if in_flight == options.in_flight else replace(plan, options=replace(options, in_flight=in_flight))
 
 
 def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:

@@ -19,6 +19,7 @@ EVERY_HOLDER = -1
 NO_WAVE = -1
 Replicas: TypeAlias = Literal["auto", "share", "repeat"]
 REPLICA_OPTIONS = get_args(Replicas)
+DEFAULT_IN_FLIGHT = 6
 DEFAULT_MAX_PEERS = 1024  # per rank and wave; beyond it, exchanges between nodes go through relays
 
 
@@ -67,11 +68,12 @@ class PlanOptions:
     replicas: str = "auto"  # "share" (one replica computes for all), "repeat" (each for itself) or "auto" (the cheaper one)
     chunk_size: int = -1  # most matrices per wave over all ranks; -1 leaves it to ``budget`` and the overlap
     budget: int = 64 * 2**20  # bytes that an owner may gather per wave
-    in_flight: int = 6  # most waves between their first and last exchange; fewer where buffers would be too large
+    in_flight: int = DEFAULT_IN_FLIGHT  # most waves between their first and last exchange; fewer where buffers would be too large
     nodes: Nodes | None = None  # which ranks share a node; None if all do
     # With more peers per wave than this, exchanges go in two hops through relays (``relays.py``). None: never. A finished plan
     # has None here unless it uses relays.
     max_peers: int | None = None
+    waves: int | None = None  # in which a lane is cut if they fit; None for as many as usually overlap well
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICA_OPTIONS:

@@ -98,7 +98,8 @@ class _LaneCutter:
         most_bytes = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
         cost_worth_a_wave = _WORTH_AN_EXCHANGE * options.cost.per_exchange(several_nodes=options.nodes is not None)
         # As many as overlap well, unless they would be too short; at least as many as the budget needs.
-        wanted_count = max(min(_OVERLAP, int(heaviest_cost / cost_worth_a_wave)), most_bytes // options.budget)
+        overlapping = options.waves or min(_OVERLAP, int(heaviest_cost / cost_worth_a_wave))
+        wanted_count = max(overlapping, most_bytes // options.budget)
         self.usual_count = self.within_budget(max(1, wanted_count))
         self.footprint = Footprint(tasks, param.itemsize)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import DistMuon, Muon
 from meshmuon.execute import Executor
-from meshmuon.tools.predict.counts import buffer_bytes, bytes_sent
+from meshmuon.plan.counts import buffer_bytes, bytes_sent
 from tests.support.counting import counted
 from tests.support.reference import engine_muon
 from tests.support.tensors import seeded

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshmuon.plan import HopRoutes, Nodes, Parcel, Relays, make_plan
-from meshmuon.tools.predict.counts import count_peers
+from meshmuon.plan.counts import count_peers
 from meshmuon.tools.predict.saved_plan import read_plan
 from tests.support.plans import random_entries, random_nodes, random_options, ranks_of
 

@@ -60,6 +60,7 @@ def test_json_is_the_plan(plan: Plan) -> None:
         "replicas": plan.options.replicas,
         "chunk_size": plan.options.chunk_size,
         "budget": plan.options.budget,
+        "waves": plan.options.waves,
         "in_flight": plan.options.in_flight,
         "max_peers": None,
         "cost": asdict(plan.options.cost),

@@ -10,8 +10,8 @@ import pytest
 
 from meshmuon.layout import Mesh, Sharded
 from meshmuon.plan import Nodes, Parcel, Plan, Relays, make_plan
+from meshmuon.plan.counts import ExchangePeers, count_peers, peers_of_step
 from meshmuon.plan.traffic import ExchangeBytes
-from meshmuon.tools.predict.counts import ExchangePeers, count_peers, peers_of_step
 from tests.support.plans import entry, options_for, random_nodes, random_plan
 
 Messages = dict[Parcel, int]

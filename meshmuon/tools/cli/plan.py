@@ -14,12 +14,12 @@ import torch
 
 from ...errors import ConfigError
 from ...params.option_table import optimizer_options
-from ..predict.calibration import Calibration
+from ...plan.calibration import Calibration
+from ...plan.machines import Machine, machine_like, machine_names
 from ..predict.trace import write_trace
 from ..simulate.advice import advice_for, advice_from_choices, compare_meshes, compare_options
 from ..simulate.description import ModelDescription, load_model
-from ..simulate.inputs import preset_names
-from ..simulate.machines import Machine, load_machine
+from ..simulate.inputs import load_machine, preset_names
 from ..simulate.modules import build_from_hf_config, build_module
 from ..simulate.render import print_report, render_page, require_plotly
 from ..simulate.report import Figures, build_report
@@ -95,7 +95,7 @@ def _of_job(arguments: argparse.Namespace) -> _Inputs:
     machine = _machine(arguments)
     if plan.options.nodes is not None:
         machine = replace(machine, ranks_per_node=max(map(len, plan.options.nodes.ranks)))
-    options = replace(_options(arguments), replicas=plan.options.replicas, memory_budget=plan.options.budget)
+    options = replace(_options(arguments), replicas=plan.options.replicas)
     return sharding.model(arguments.from_json.stem), machine, options, [sharding]
 
 
@@ -129,20 +129,15 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         calibration = Calibration.load(arguments.calibration)
     except ConfigError as error:
         raise ConfigError(f"--calibration {arguments.calibration}: {error}") from None
-    return load_machine(arguments.hardware or _machine_like(calibration)).with_calibration(calibration)
-
-
-def _machine_like(calibration: Calibration) -> str:
-    """The machine whose memory a calibration is taken to have."""
-    if calibration.device == "cpu":
-        return "cpu"
-    name = next((name for name in preset_names("machine") if name in calibration.device_name.lower()), None)
-    if name is None:
+    if arguments.hardware is not None:
+        return load_machine(arguments.hardware).with_calibration(calibration)
+    machine = machine_like("cpu" if calibration.device == "cpu" else calibration.device_name)
+    if machine is None:
         raise ConfigError(
             f"--calibration was measured on {calibration.device_name!r}, whose memory is not known: add --hardware with one of "
-            f"{', '.join(preset_names('machine'))}, or with a .json file of your own."
+            f"{', '.join(machine_names())}, or with a .json file of your own."
         )
-    return name
+    return machine.with_calibration(calibration)
 
 
 def _shardings(arguments: argparse.Namespace, machine: Machine) -> Sequence[Sharding]:
@@ -166,7 +161,7 @@ def _options(arguments: argparse.Namespace) -> MuonOptions:
         scheme=arguments.scheme,
         param_dtype=_dtype(arguments.param_dtype) or torch.float32,
         momentum_dtype=_dtype(arguments.momentum_dtype),
-        cost_model=None if rates is None or rates.exchange is None else rates.cost_model(),
+        cost_model=None if rates is None or rates.exchange is None else rates,
         **given,
     )
 

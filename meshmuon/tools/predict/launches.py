@@ -20,9 +20,6 @@ from ...ortho import Scheme, blocks_for, pitch, polar_express, scratch_bytes
 from ...ortho.remez import Quintic
 from ...plan import NO_WAVE, BatchItem, PlanData, PlannedParam, Task, plan_batches
 
-SECONDS_PER_LAUNCH = 7e-6
-"""Of the host, where a machine's own figure is not known: Python, torch's dispatcher and the driver."""
-
 _NUMBER = r"[-+.e\d]+"
 _QUINTIC = re.compile(rf"\(({_NUMBER}) ({_NUMBER}) ({_NUMBER})\)")
 _OF_RULES = {"NorMuon(": 20, "MuonPlus(": 9, "MuonEq(": 11}  # launches per batch

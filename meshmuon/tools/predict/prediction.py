@@ -1,18 +1,15 @@
-"""How long a step with a plan takes on machines that were measured."""
+"""How long a step with a plan takes, with the launches of its host."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import add
+from collections.abc import Mapping
 
-from ...plan import PlanData, add_local_costs
-from ...plan.cost import LinkRate
-from ...plan.relays import Hops
-from ...plan.tasks import EVERY_HOLDER, Task
-from .calibration import Calibration
-from .counts import WavePeers, count_peers
-from .launches import SECONDS_PER_LAUNCH, Launches, launches_of
-from .timeline import StepSeconds, Timeline, WaveSeconds, timeline_of
+from ...plan import PlanData
+from ...plan.calibration import Calibration
+from ...plan.counts import WavePeers
+from ...plan.prediction import step_timeline
+from ...plan.timeline import Timeline
+from .launches import Launches, launches_of
 
 _NO_ADAMW: Mapping[int, int] = {}
 
@@ -26,128 +23,7 @@ def predict(
     launches: Mapping[int, Launches] | None = None,
     peers: WavePeers | None = None,
 ) -> Timeline:
-    """Predicts a step of ``Muon`` or, with ``averages``, of ``DistMuon``.
-
-    ``adamw_elements`` has, by rank, the elements that AdamW steps. ``launches`` and ``peers`` are what ``launches_of`` and
-    ``count_peers`` returned, if they were called.
-    """
-    per_element = machine.seconds_per_element("adamw")
-    adamw = [per_element * adamw_elements.get(rank, 0) for rank in plan.ranks]
+    """``step_timeline`` with the kernels that hosts issue for their devices: ``launches``, or those that follow from the plan."""
     on_device = {} if machine.device == "cpu" else launches or launches_of(plan, averages=averages)
     issued = [of_rank.total for of_rank in on_device.values()]
-    return timeline_of(_Seconds(plan, machine, peers, averages=averages).step(adamw, issued))
-
-
-class _Seconds:
-    """The seconds of every part of a step, on every rank."""
-
-    def __init__(self, plan: PlanData, machine: Calibration, peers: WavePeers | None, *, averages: bool) -> None:
-        self._plan, self._machine, self._averages = plan, machine, averages
-        self._on_cores = machine.device == "cpu"
-        self._peers_of_waves = peers or (count_peers(plan) if machine.seconds_per_peer else [])
-        momentum, update, copy = map(machine.seconds_per_element, ("momentum", "update", "copy"))
-        replicas = len(plan.ranks)
-        if averages:
-            # Holders copy gradients into the buffer and weights out of it. Owners add up the gradients of all ranks, step, and
-            # copy the new weights for every other rank.
-            self._per_held = copy, copy
-            self._per_owned = momentum + update + 2 * replicas * copy
-        else:
-            self._per_held = momentum, update
-            self._per_owned = 2 * copy  # pieces to matrices, and back
-        self._of_matrix = [self._matrix(k) for k in range(len(plan.params))]
-        self._work = [dict.fromkeys(plan.ranks, 0.0) for _ in plan.wave_lanes]
-        self._copying = [0.0] * len(plan.wave_lanes)  # seconds per element in each direction; a wave is of one lane
-        for task in plan.tasks:
-            if task.owner != EVERY_HOLDER:
-                self._copying[task.wave] = self._copied(task)
-                self._work[task.wave][task.owner] += self._of_matrix[task.param] + self._per_owned * task.sharded.size
-
-    def _matrix(self, param: int) -> float:
-        """Seconds in which one matrix of a parameter is orthogonalised."""
-        planned = self._plan.params[param]
-        sharded = planned.sharded_matrices(planned.layouts[0])[:1]
-        return sum(planned.flops / self._machine.orthogonalisation_rate(min(one.rows, one.cols)) for one in sharded)
-
-    def _copied(self, task: Task) -> float:
-        """Seconds in which one element gets from host memory to the device, or back; 0 where it is on the device already."""
-        param, copies = self._plan.params[task.param], self._machine.copies
-        return param.itemsize / copies.bytes_per_second if param.staged and copies is not None else 0.0
-
-    def step(self, adamw: list[float], launches: list[int]) -> StepSeconds:
-        plan, machine = self._plan, self._machine
-        waves = tuple(map(self._wave, range(len(plan.wave_lanes))))
-        local = dict.fromkeys(plan.ranks, 0.0)
-        elementwise = machine.seconds_per_element("momentum") + machine.seconds_per_element("update")
-        staying = [task for task in plan.tasks if task.owner == EVERY_HOLDER]
-        issued = machine.host_seconds_per_matrix if self._on_cores else 0.0
-        per_element = [elementwise + 2 * self._copied(task) for task in staying]
-        costs = (
-            (task.sharded, self._of_matrix[task.param] + seconds * task.sharded.size + issued)
-            for task, seconds in zip(staying, per_element, strict=True)
-        )
-        add_local_costs(local, costs)
-        all_at_once = max(1, len(waves)) if self._averages else None
-        per_launch = machine.host_seconds_per_launch or SECONDS_PER_LAUNCH
-        nothing = [0.0] * len(plan.ranks)
-        return StepSeconds(
-            ranks=plan.ranks,
-            waves=waves,
-            local=list(local.values()),
-            adamw=adamw,
-            host=[machine.host_seconds_per_step] * len(plan.ranks) if self._on_cores else nothing,
-            busy=machine.exchange_busy,
-            in_flight=all_at_once or plan.options.in_flight,
-            gathered_ahead=all_at_once,
-            host_ahead=[machine.host_seconds_per_step + per_launch * count for count in launches] or nothing,
-            launches=launches,
-        )
-
-    def _wave(self, wave: int) -> WaveSeconds:
-        traffic, copying = self._plan.traffic[wave], self._copying[wave]
-        gather, scatter = (self._plan.averaging_hops if self._averages else self._plan.hops)[wave]
-        per_piece = self._machine.host_seconds_per_matrix / 2 if self._on_cores else 0.0
-
-        def held(per_element: float) -> list[float]:
-            pairs = zip(traffic.pieces, traffic.elements, strict=True)
-            return [per_piece * pieces + per_element * elements for pieces, elements in pairs]
-
-        peers = self._peers(wave)
-        return WaveSeconds(
-            momentum=held(self._per_held[0] + copying),
-            gather=self._exchange(gather, peers[0]),
-            orthogonalise=list(self._work[wave].values()),
-            scatter=self._exchange(scatter, peers[1]),
-            update=held(self._per_held[1] + copying),
-        )
-
-    def _peers(self, wave: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Of every rank in the gather and in the scatter, if they take time."""
-        if not self._machine.seconds_per_peer:
-            return (), ()
-        gather, scatter = self._peers_of_waves[wave]
-        return scatter.peers if self._averages else gather.peers, scatter.peers
-
-    def _exchange(self, hops: Hops, peers: Sequence[int]) -> list[float]:
-        """Each rank's own time in an exchange, all of its hops after each other."""
-        whole = self._machine.exchange
-        if whole is None:
-            return [0.0] * len(self._plan.ranks)
-        inside, between = self._machine.inside or whole, self._machine.between or whole
-        if self._plan.options.nodes is None:
-            # Rates of several nodes have an exchange between nodes, and this plan is on one.
-            whole = inside = between = whole if self._machine.between is None else inside
-        latency = whole.seconds * len(hops)
-        total = [latency + self._machine.seconds_per_peer * count for count in peers] or [latency] * len(self._plan.ranks)
-        for hop in hops:
-            inward = self._moved(hop.sent_inside, hop.received_inside, inside)
-            outward = self._moved(hop.sent_between, hop.received_between, between)
-            total = list(map(add, total, map(add if self._on_cores else max, inward, outward)))
-        return total
-
-    def _moved(self, sent: Sequence[int], received: Sequence[int], link: LinkRate) -> list[float]:
-        """Seconds on a link, as it was measured, sending and receiving equally much: cores do both in turn, links at once."""
-        rate = link.bytes_per_second
-        if self._on_cores:
-            return [both / 2 / rate for both in map(add, sent, received)]
-        return [more / rate for more in map(max, sent, received)]
+    return step_timeline(plan, machine, averages=averages, adamw_elements=adamw_elements, launches=issued, peers=peers)

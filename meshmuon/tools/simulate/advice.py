@@ -44,16 +44,10 @@ def advice_from_choices(choices: Sequence[Figures]) -> list[str]:
     now, best = next(row for row in planned if row.chosen), min(planned, key=lambda row: row.seconds)
     if best.seconds > _MUCH_FASTER * now.seconds:
         return []
-    text = (
+    return [
         f"{best.label} takes {seconds_text(best.seconds)} instead of {seconds_text(now.seconds)}, with "
         f"{bytes_text(best.memory)} of memory instead of {bytes_text(now.memory)}: pass it to Muon."
-    )
-    if best.label.startswith("replicas="):
-        text += (
-            ' replicas="auto" goes by rates that are the same for all machines of a kind, unless cost_model= names the '
-            "measurements of meshmuon doctor, or a file of meshmuon plan --save-rates."
-        )
-    return [text]
+    ]
 
 
 def _memory(simulation: Simulation) -> Iterator[str]:
@@ -101,8 +95,7 @@ def _peers(simulation: Simulation) -> Iterator[str]:
     if peers < _MANY_PEERS:
         return
     if any(stage.plan.relayed for stage in simulation.stages):
-        limit = simulation.options.max_peers
-        text = f"{peers:,} peers per exchange, more than {limit:,}: exchanges between nodes go in two hops."
+        text = f"{peers:,} peers per exchange: exchanges between nodes go in two hops."
     else:
         connections = simulation.most_bytes("connections")
         text = f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."
@@ -119,13 +112,14 @@ def _buffers(simulation: Simulation) -> Iterator[str]:
     buffers, has = simulation.most_bytes("exchange_buffers"), simulation.machine.memory_bytes
     if not has or buffers < _LARGE_BUFFERS * has:
         return
-    budget = simulation.options.budget
+    budget = simulation.slowest.plan.options.budget
     lower = max(_SMALLEST_BUDGET, 2 ** int(budget * _LARGE_BUFFERS * has / buffers).bit_length() // 2)
     text = f"Exchange buffers take {bytes_text(buffers)}, {buffers / has:.0%} of memory"
     if lower < budget:
         yield f"{text}: lower memory_budget to {bytes_text(lower)} ({lower})."
     else:
-        yield f"{text}: lower waves_ahead, now {simulation.options.waves_ahead}, so that fewer waves are in flight."
+        ahead = simulation.slowest.plan.options.in_flight - 1
+        yield f"{text}: lower waves_ahead, now {ahead}, so that fewer waves are in flight."
 
 
 def _waiting(simulation: Simulation) -> Iterator[str]:
@@ -167,13 +161,13 @@ def _likely_faster(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
     """Fewer and larger waves, where a step has several and waits for them. Each choice plans again, so that there is one."""
     timeline, plan = simulation.slowest.timeline, simulation.slowest.plan
     if len(plan.wave_lanes) > 1 and timeline.waited_for + timeline.parts.get("others", 0.0) > _MUCH_WAITING * timeline.seconds:
-        yield _with_budget(simulation.options, 4)
+        yield _with_budget(simulation, 4)
 
 
-def _with_budget(options: MuonOptions, factor: float) -> tuple[str, MuonOptions]:
-    budget = int(options.budget * factor)
+def _with_budget(simulation: Simulation, factor: float) -> tuple[str, MuonOptions]:
+    budget = int(simulation.slowest.plan.options.budget * factor)
     text = str(budget) if budget % 2**20 else f"{budget >> 20}*2**20"  # as ``Muon`` takes it
-    return f"memory_budget={text}", replace(options, memory_budget=budget, batch_budget=None)
+    return f"memory_budget={text}", replace(simulation.options, memory_budget=budget)
 
 
 def compare_meshes(simulation: Simulation, others: Sequence[Sharding]) -> list[Figures]:
@@ -202,4 +196,4 @@ def _other_options(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
     for scheme in ("polar_express", "keller"):
         if scheme != options.scheme:
             yield f'scheme="{scheme}"', replace(options, scheme=scheme)
-    yield from (_with_budget(options, factor) for factor in (4, 0.25))
+    yield from (_with_budget(simulation, factor) for factor in (4, 0.25))

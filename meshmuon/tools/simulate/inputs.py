@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import ConfigError
+from ...plan.machines import MACHINE_FILES, Machine
 
-_FOLDER = Path(__file__).parent
+_PRESETS = {"model": Path(__file__).parent / "model_files", "machine": MACHINE_FILES}
 _Parsed = TypeVar("_Parsed")
 
 
@@ -31,7 +32,7 @@ def read_file(name: str, path: Path, parse: Callable[[str], _Parsed], wrong: str
 
 def preset_names(kind: str) -> list[str]:
     """The names of the models, or of the machines, that come with meshmuon; ``kind`` is "model" or "machine"."""
-    return sorted(path.stem for path in (_FOLDER / f"{kind}_files").glob("*.json"))
+    return sorted(path.stem for path in _PRESETS[kind].glob("*.json"))
 
 
 def read_preset(flag: str, name: str, kind: str, from_json: Callable[[Any], _Parsed]) -> _Parsed:
@@ -41,8 +42,12 @@ def read_preset(flag: str, name: str, kind: str, from_json: Callable[[Any], _Par
         raise ConfigError(
             f"{flag} {name} is unknown.{did_you_mean(name, known)} Write one of {', '.join(known)}, or the path of a .json file."
         )
-    path = _FOLDER / f"{kind}_files" / f"{name.lower()}.json" if name.lower() in known else Path(name)
+    path = _PRESETS[kind] / f"{name.lower()}.json" if name.lower() in known else Path(name)
     return read_file(str(path), path, lambda text: from_json(json.loads(text)), f"is not a description of a {kind}")
+
+
+def load_machine(name: str) -> Machine:
+    return read_preset("--hardware", name, "machine", Machine.from_json)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

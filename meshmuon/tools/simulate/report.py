@@ -18,8 +18,8 @@ from torch import Tensor
 from ...layout import ShardedMatrix
 from ...matrices import with_stars
 from ...plan import EVERY_HOLDER, NO_WAVE, Plan, Task, how_computed
-from ..predict.counts import peers_of_step
-from ..predict.timeline import ON_LINKS
+from ...plan.counts import peers_of_step
+from ...plan.timeline import ON_LINKS
 from .sharding import MeshAxes
 from .simulation import MEMORY_KINDS, SimulatedStage, Simulation
 
@@ -139,8 +139,8 @@ def _options(simulation: Simulation) -> Figures:
         compute_dtype=stage.planned.compute_dtype,
         param_dtype=str(options.param_dtype).removeprefix("torch."),
         scheme=str(options.scheme),
-        memory_budget=options.budget,
-        waves_ahead=options.waves_ahead,
+        memory_budget=stage.plan.options.budget,
+        waves_ahead=stage.plan.options.in_flight - 1,
     )
 
 
@@ -164,6 +164,7 @@ def _step(simulation: Simulation) -> Figures:
     return Figures(
         rank=timeline.slowest,
         seconds=timeline.seconds,
+        bound=timeline.bound,  # that no order of the waves can undercut
         orthogonalise=parts["orthogonalise"],  # matrices that it owns
         local=parts["local"],  # all that is done with matrices that stay where they are
         elementwise=parts["momentum"] + parts["update"],  # of the others

@@ -21,15 +21,15 @@ from ...ortho import Scheme, SchemeLike, resolve_scheme, scheme_for
 from ...ortho.iteration import scratch_bytes
 from ...params.option_table import ParamGroup
 from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
-from ...plan import DEFAULT_MAX_PEERS, NO_WAVE, CostModel, Nodes, Plan, PlanOptions, add_local_costs, cost_model_for
-from ..predict.counts import WavePeers, count_peers, peers_of_step
+from ...plan import DEFAULT_MAX_PEERS, NO_WAVE, Calibration, CostModel, Nodes, Plan, PlanOptions, add_local_costs, cost_model_for
+from ...plan.counts import WavePeers, count_peers, peers_of_step
+from ...plan.machines import Machine
+from ...plan.timeline import Timeline
 from ..predict.launches import Launches, adamw_launches, launches_of
 from ..predict.prediction import predict
 from ..predict.saved_plan import read_plan
-from ..predict.timeline import Timeline
 from .description import ModelDescription, ModelParam
 from .inputs import read_file
-from .machines import Machine
 from .sharding import PlacedParam, Sharding
 
 _FLOPS_PER_PARAMETER = 6  # of forward and backward, per token
@@ -47,28 +47,19 @@ class MuonOptions:
     comm_dtype: torch.dtype | None = None
     scheme: SchemeLike = "auto"
     ns_steps: int = 5
-    memory_budget: int | None = None  # None: what a job on the machine would choose
+    memory_budget: int | None = None  # None: what a job on the machine chooses
     chunk_size: int = -1
     waves_ahead: int = 5
     form: str = "auto"
     param_dtype: torch.dtype = torch.float32
     momentum_dtype: torch.dtype | None = None
-    cost_model: CostModel | None = None
-    max_peers: int = DEFAULT_MAX_PEERS
+    cost_model: CostModel | Calibration | None = None
+    max_peers: int | None = DEFAULT_MAX_PEERS  # None: exchanges never go through relays
 
-    batch_budget: int | None = None  # bytes of scratch of a batch; None for ``budget``
-
-    @property
-    def budget(self) -> int:
-        """Bytes of matrices that an owner gathers per wave."""
-        return self.memory_budget or memory_budget_for(None)
-
-    def on(self, machine: Machine) -> MuonOptions:
-        """The same with what a job on the machine would choose: as ``LocalPlanner`` and ``ExecutorSettings`` do."""
-        if self.memory_budget is not None or machine.device == "cpu":
-            return self
-        budget = memory_budget_for(machine.memory_bytes)
-        return replace(self, memory_budget=budget, batch_budget=2 * budget)
+    def batch_budget(self, machine: Machine) -> int:
+        """Bytes of scratch of a batch: as ``ExecutorSettings`` has it in a job on the machine."""
+        on_device = machine.device != "cpu"
+        return self.memory_budget or memory_budget_for(machine.memory_bytes if on_device else None) * (2 if on_device else 1)
 
 
 @dataclass(frozen=True)
@@ -93,15 +84,13 @@ class StagePlan:
         return self.plan.params[0].compute_dtype if self.plan.params else ""
 
 
-def plan_cluster(
-    model: ModelDescription, sharding: Sharding, options: MuonOptions, device_type: str, ranks_per_node: int | None = None
-) -> list[StagePlan]:
-    """The plan of every stage. ``ranks_per_node`` None: all ranks share one node."""
-    return [_plan_stage(placed, options, device_type, ranks_per_node) for placed in sharding.stages(model)]
+def plan_cluster(model: ModelDescription, sharding: Sharding, options: MuonOptions, machine: Machine) -> list[StagePlan]:
+    """The plan of every stage."""
+    return [_plan_stage(placed, options, machine) for placed in sharding.stages(model)]
 
 
-def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type: str, ranks_per_node: int | None) -> StagePlan:
-    device = torch.device(device_type)
+def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, machine: Machine) -> StagePlan:
+    device = torch.device(machine.device)
     matrices = {item.param.name: item.param.matrices for item in placed if item.param.matrices is not None}
     entries = check_matrices({name: entry.fields() for name, entry in matrices.items()})
     muon = GroupRecipe(scheme=resolve_scheme(options.scheme, options.ns_steps), matrix_options=MatrixOptions(matrices=entries))
@@ -117,17 +106,17 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
         index, recipe = (0, muon) if item.param.use_muon else (1, GroupRecipe())
         records.append(ParamRecord.of(item.param.name, param, index, group, recipe, options.comm_dtype, place))
     plan_options = PlanOptions(
-        cost_model_for(device_type),
+        cost_model_for(machine.device),
         options.replicas,
         options.chunk_size,
-        options.budget,
-        options.waves_ahead + 1,
+        in_flight=options.waves_ahead + 1,
         max_peers=options.max_peers,
     )
     topology = Topology.around(rank, records, None)
-    if ranks_per_node is not None:
-        topology = replace(topology, nodes=Nodes.of({rank: rank // ranks_per_node for rank in topology.ranks}))
-    settings = PlanSettings(plan_options, options.form, "reference_path=False", options.cost_model, options.budget)
+    topology = replace(topology, nodes=Nodes.of({rank: rank // machine.ranks_per_node for rank in topology.ranks}))
+    settings = PlanSettings(
+        plan_options, options.form, "reference_path=False", options.cost_model, options.memory_budget, machine=machine
+    )
     planner = LocalPlanner(tuple(records), settings, topology)
     plan = planner.plan(frozenset(range(len(records)))).plan
     # A plan without matrices has no ranks, but they are there: a stage may hold embeddings alone.
@@ -201,7 +190,7 @@ class SimulatedStage:
         muon, adamw = _local_sizes(planned, muon=True), _local_sizes(planned, muon=False)
         peers = count_peers(plan)
         adamw_elements = dict(zip(plan.ranks, adamw.tolist(), strict=True))
-        launches = launches_of(plan, batch_budget=options.batch_budget)
+        launches = launches_of(plan, batch_budget=options.batch_budget(machine))
         tensors = sum(not item.param.use_muon for item in planned.placed)
         for rank, elements in adamw_elements.items():
             launches[rank].adamw = adamw_launches(tensors, elements)
@@ -235,11 +224,7 @@ class Simulation:
         cls, model: ModelDescription, sharding: Sharding, machine: Machine, options: MuonOptions, workload: Workload
     ) -> Simulation:
         """Plans every stage, unless a job has planned, and times them."""
-        options = options.on(machine)
-        if isinstance(sharding, JobSharding):
-            planned = [sharding.stage]
-        else:
-            planned = plan_cluster(model, sharding, options, machine.device, machine.ranks_per_node)
+        planned = [sharding.stage] if isinstance(sharding, JobSharding) else plan_cluster(model, sharding, options, machine)
         stages = tuple(SimulatedStage.of(stage, machine, options) for stage in planned)
         return cls(model, sharding, machine, options, workload, stages)
 
@@ -287,7 +272,7 @@ def _memory(stage: StagePlan, machine: Machine, options: MuonOptions, muon: Tens
         "momentum": muon * (options.momentum_dtype or options.param_dtype).itemsize,
         "adamw_state": adamw * _MOMENTS * weight,
         "exchange_buffers": torch.tensor([stage.plan.buffer_bytes(rank) for rank in stage.plan.ranks]),
-        "scratch": _scratch(stage, options),
+        "scratch": _scratch(stage, options, options.batch_budget(machine)),
         "connections": torch.tensor(peers_of_step(stage.plan)) * machine.connection_bytes,
     }
     return {**memory, "total": torch.stack(list(memory.values())).sum(0), "adamw_alone": held * weight * (2 + _MOMENTS)}
@@ -315,7 +300,7 @@ def _held_elements(layout: Layout) -> Tensor:
     return elements
 
 
-def _scratch(stage: StagePlan, options: MuonOptions) -> Tensor:
+def _scratch(stage: StagePlan, options: MuonOptions, budget: int) -> Tensor:
     """The largest batch of every rank: as many matrices of one shape as a wave has there, within the memory budget."""
     ranks, compute_dtype = stage.plan.ranks, getattr(torch, stage.compute_dtype or "float32")
     scheme = resolve_scheme(options.scheme, options.ns_steps)
@@ -338,7 +323,7 @@ def _scratch(stage: StagePlan, options: MuonOptions) -> Tensor:
         needed = rows * cols * _UPDATE_ITEMSIZE
         if isinstance(known, Scheme) and known.steps:
             needed += scratch_bytes(rows, cols, known.steps, compute_dtype, torch.float32)
-        largest = max(1, (options.batch_budget or options.budget) // max(1, needed))
+        largest = max(1, budget // max(1, needed))
         for rank, number in counts.items():
             most[rank] = max(most[rank], min(round(number), largest) * needed)
     return torch.tensor([most[rank] for rank in ranks])

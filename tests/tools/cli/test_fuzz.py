@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshmuon import Muon, get_default_muon_param_groups
+from meshmuon.plan.machines import MACHINE_FILES
 from meshmuon.tools import simulate
 from meshmuon.tools.cli.main import main
 from tests.support.optional import need
@@ -63,7 +64,7 @@ class Files:
             "--hf-config": _LLAMA,
             "--layout": _LAYOUT,
             "--calibration": MEASURED.to_json(),
-            "--hardware": json.loads((shipped / "machine_files" / "h100.json").read_text(encoding="utf-8")),
+            "--hardware": json.loads((MACHINE_FILES / "h100.json").read_text(encoding="utf-8")),
             "--model": _small(json.loads((shipped / "model_files" / "gpt2.json").read_text(encoding="utf-8"))),
             "--from-json": json.loads(optimizer.plan().to_json()),
         }

@@ -12,7 +12,7 @@ import pytest
 
 from meshmuon.errors import ConfigError
 from meshmuon.plan import CostModel, LinkRate, PlannedParam, Rate, cost_model_from, make_plan
-from meshmuon.tools.predict.calibration import Calibration, ElementwiseRates
+from meshmuon.plan.calibration import Calibration, ElementwiseRates
 from meshmuon.tools.predict.prediction import predict
 from tests.support.plans import entry, options_for
 
@@ -52,10 +52,9 @@ def test_plans_take_the_rate_of_large_matrices_and_of_whole_exchanges(tmp_path: 
     expected = CostModel(flops_per_byte=4e10 / 5e8, flops_per_exchange=4e10 * 1e-4)
     for missing in ("inside", "between"):  # measured on one node, or with one rank on each
         path = written(tmp_path, replace(MEASURED, **{missing: None}).to_json())
-        assert cost_model_from(path) == expected
-    assert cost_model_from(path) == cost_model_from(str(path)) == expected
-    path = written(tmp_path, MEASURED.to_json())
-    assert cost_model_from(path) == CostModel(4e10 / 2e9, 4e10 * 1e-5, 4e10 / 1e9, 4e10 * 1e-4)
+        assert Calibration.load(path).cost_model() == expected
+    assert cost_model_from(path) == cost_model_from(str(path)) == Calibration.load(path)
+    assert MEASURED.cost_model() == CostModel(4e10 / 2e9, 4e10 * 1e-5, 4e10 / 1e9, 4e10 * 1e-4)
     assert cost_model_from(expected) is expected
     assert cost_model_from(None) is None
 

@@ -11,8 +11,7 @@ import pytest
 
 from meshmuon import ConfigError
 from meshmuon.tools.simulate.description import ModelDescription, load_model
-from meshmuon.tools.simulate.inputs import preset_names
-from meshmuon.tools.simulate.machines import load_machine
+from meshmuon.tools.simulate.inputs import load_machine, preset_names
 from meshmuon.tools.simulate.modules import describe_hf
 from tests.support.optional import need
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import TransportError, get_default_muon_param_groups
 from meshmuon.layout import Sharded
-from meshmuon.plan import Plan
+from meshmuon.plan import Machine, Plan
 from meshmuon.tools.simulate.description import ModelDescription
+from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.modules import describe_hf
 from meshmuon.tools.simulate.sharding import MeshAxes, split_into_stages, tp_placement
 from meshmuon.tools.simulate.simulation import MuonOptions, plan_cluster
@@ -62,8 +64,12 @@ def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
 
 
+def nodes_of(ranks: int) -> Machine:
+    return replace(load_machine("cpu"), ranks_per_node=ranks)
+
+
 def simulated(description: ModelDescription, axes: MeshAxes, ranks_per_node: int | None = None, **options: Any) -> Plan:
-    (stage,) = plan_cluster(description, axes, MuonOptions(**options), "cpu", ranks_per_node)
+    (stage,) = plan_cluster(description, axes, MuonOptions(**options), nodes_of(ranks_per_node or 1024))
     return stage.plan
 
 
@@ -165,7 +171,7 @@ def test_pipeline_stages_plan_alone() -> None:
     """Every layer is in one stage, and a stage's plan is that of a model of these layers on its ranks."""
     cfg = config(num_hidden_layers=6)
     description = describe_hf(cfg, "tiny")
-    stages = plan_cluster(description, MeshAxes.parse("pp=3,dp_shard=2"), MuonOptions(), "cpu")
+    stages = plan_cluster(description, MeshAxes.parse("pp=3,dp_shard=2"), MuonOptions(), nodes_of(1024))
     assert [stage.plan.ranks for stage in stages] == [(0, 1), (2, 3), (4, 5)]
     names = [param.name for part in split_into_stages(description, 3) for param in part]
     assert sorted(names) == sorted(param.name for param in description.params)

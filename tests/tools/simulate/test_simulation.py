@@ -15,10 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.plan import Nodes, routes_of, slot_sizes, wave_sizes
+from meshmuon.plan.machines import Machine
 from meshmuon.tools.predict.prediction import predict
 from meshmuon.tools.simulate.advice import advice_for, advice_from_choices, compare_options
 from meshmuon.tools.simulate.description import ModelDescription, ModelParam, load_model
-from meshmuon.tools.simulate.machines import Machine, load_machine
+from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.modules import describe_module
 from meshmuon.tools.simulate.report import Figures, build_report, bytes_between_blocks
 from meshmuon.tools.simulate.sharding import MeshAxes
@@ -130,7 +131,6 @@ def test_faster_links_never_slow_a_step() -> None:
     link = replace(machine.between, bytes_per_second=machine.between.bytes_per_second * 4)
     slow, fast = (simulate(load_model("llama3-8b"), "dp_shard=64", one) for one in (machine, replace(machine, between=link)))
     assert fast.seconds < slow.seconds
-    assert fast.stages[0].planned.plan.digest == slow.stages[0].planned.plan.digest
 
 
 def test_columns_of_ranks_add_up() -> None:
@@ -170,12 +170,12 @@ def test_advice_on_few_large_matrices() -> None:
 
 def test_advice_on_many_peers_names_a_mesh_that_can_be_planned() -> None:
     model = wide(12, 4096)
-    through_relays, direct = simulate(model, "dp_shard=2048"), simulate(model, "dp_shard=2048", max_peers=4096)
+    through_relays, direct = simulate(model, "dp_shard=2048"), simulate(model, "dp_shard=2048", max_peers=None)
     assert (through_relays.most_peers, direct.most_peers) == (7 + 32, 2047)
     (text,) = [text for text in advice_for(direct) if "peers per exchange" in text]
     assert text.startswith("2,047 peers per exchange: each needs a connection")
     (text,) = [text for text in advice_for(through_relays) if "peers per exchange" in text]
-    assert text.startswith("2,047 peers per exchange, more than 1,024")
+    assert text.startswith("2,047 peers per exchange: exchanges between nodes go in two hops")
     mesh = text.partition('--mesh "')[2].partition('"')[0]
     assert "--replicas repeat" in text
     better = simulate(model, mesh, replicas="repeat")
@@ -276,6 +276,5 @@ def row(label: str, seconds: float, *, refused: str = "") -> Figures:
 def test_a_much_faster_option_is_named_unless_it_is_refused_or_less_exact() -> None:
     (sentence,) = advice_from_choices([row("as chosen", 0.8), row('replicas="repeat"', 0.4), row("comm_dtype=float32", 0.9)])
     assert sentence.startswith('replicas="repeat" takes 400.00 ms instead of 800.00 ms, with 0 B of memory')
-    assert "cost_model=" in sentence
     slower = [row("memory_budget=256*2**20", 0.75), row('scheme="keller"', 0.1), row('replicas="share"', 0.0, refused="no")]
     assert advice_from_choices([row("as chosen", 0.8), *slower]) == []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
-from ...plan import LinkRate, Rate
-from ..predict.calibration import Calibration, ElementwiseRates
-from .inputs import read_preset
+from ..errors import ConfigError
+from .calibration import Calibration, ElementwiseRates, LinkRate, Rate
 
 FORMAT, VERSION = "meshmuon machine", 1
+MACHINE_FILES = Path(__file__).parent / "machine_files"
 _DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
 _LARGEST = 1e18  # number that a machine may have
 _ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
@@ -40,6 +42,8 @@ class Machine:
     host_seconds_per_matrix: float
     host_seconds_per_step: float
     host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None where it is not known
+    efficiency_alone: tuple[tuple[int, float], ...] = ()  # as ``efficiency``, of a single matrix; empty if it is the same
+    slower_beside_exchange: float = 0.0  # what products take longer while the links are busy, as a share
     calibration: Calibration | None = field(default=None, repr=False)  # measured rates that replace those above in predictions
 
     def rates_for(
@@ -81,6 +85,8 @@ class Machine:
             elementwise=elementwise,
             seconds_per_peer=self.seconds_per_peer,
             host_seconds_per_launch=self.host_seconds_per_launch,
+            alone=tuple(Rate(dtype, size, share * self.peak_flops[dtype]) for size, share in self.efficiency_alone),
+            slower_beside_exchange=self.slower_beside_exchange,
         )
 
     def with_calibration(self, calibration: Calibration) -> Machine:
@@ -127,9 +133,11 @@ class Machine:
             raise ConfigError(f"it is no description of a machine: its format must be {FORMAT!r} and its version {VERSION}.")
         for name in _NUMBERS:
             _check_number(name, content.get(name), positive=name in _POSITIVE)
-        if content.get("host_seconds_per_launch") is not None:
-            _check_number("host_seconds_per_launch", content["host_seconds_per_launch"], positive=True)
-        rows = {f"efficiency[{k}]": row | {"size": int(row["size"])} for k, row in enumerate(content["efficiency"])}
+        for name in ("host_seconds_per_launch", "slower_beside_exchange"):
+            if content.get(name) is not None:
+                _check_number(name, content[name], positive=True)
+        shares = {name: content.get(name, []) for name in ("efficiency", "efficiency_alone")}
+        rows = {f"{name}[{k}]": row | {"size": int(row["size"])} for name, of in shares.items() for k, row in enumerate(of)}
         for where, row in ({name: content[name] for name in ("inside", "between", "peak_flops")} | rows).items():
             for key, value in row.items():
                 _check_number(f"{where} {key}", value, positive=key != "seconds")
@@ -140,11 +148,17 @@ class Machine:
         return cls(
             **{name: content[name] for name in (*_NUMBERS, "name", "title", "source", "device")},
             peak_flops={str(dtype): float(rate) for dtype, rate in content["peak_flops"].items()},
-            efficiency=tuple(sorted((int(row["size"]), float(row["share"])) for row in content["efficiency"])),
+            efficiency=_shares(content["efficiency"]),
+            efficiency_alone=_shares(content.get("efficiency_alone", [])),
+            slower_beside_exchange=content.get("slower_beside_exchange", 0.0),
             inside=LinkRate(**content["inside"]),
             between=LinkRate(**content["between"]),
             host_seconds_per_launch=content.get("host_seconds_per_launch"),
         )
+
+
+def _shares(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted((int(row["size"]), float(row["share"])) for row in rows))
 
 
 def _check_number(name: str, value: Any, *, positive: bool) -> None:
@@ -153,5 +167,14 @@ def _check_number(name: str, value: Any, *, positive: bool) -> None:
         raise ConfigError(f"its {name} is {value!r} and must be a number{' above 0' if positive else ''}.")
 
 
-def load_machine(name: str) -> Machine:
-    return read_preset("--hardware", name, "machine", Machine.from_json)
+def machine_names() -> list[str]:
+    return sorted(path.stem for path in MACHINE_FILES.glob("*.json"))
+
+
+@lru_cache(maxsize=8)
+def machine_like(device_name: str) -> Machine | None:
+    """The machine whose name is in that of a device: "h100" for "NVIDIA H100 80GB HBM3"; None if there is none."""
+    name = max((name for name in machine_names() if name in device_name.lower()), key=len, default=None)
+    if name is None:
+        return None
+    return Machine.from_json(json.loads((MACHINE_FILES / f"{name}.json").read_text(encoding="utf-8")))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ...plan import PlanData, Relays
-from ...plan.relays import relay_buffers
-from ...plan.traffic import HeldPiece
+from .plan_data import PlanData
+from .relays import Relays, relay_buffers
+from .traffic import HeldPiece
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from functools import cached_property
 from operator import sub
 from typing import NamedTuple, TypeAlias
 
-from ...plan import Action, pipeline_order
+from .schedule import Action, pipeline_order
 
 Seconds: TypeAlias = "Sequence[float]"
 """One number for each rank of the step, in its order."""
@@ -56,6 +56,7 @@ class StepSeconds:
     gathered_ahead: int | None = None  # as in ``pipeline_order``
     host_ahead: Seconds = ()  # of a host that issues work for its device: the step ends when both have ended
     launches: Sequence[int] = ()  # kernels that it issues; empty on CPU
+    slower_beside_exchange: float = 0.0  # what orthogonalising takes longer while the links are busy, as a share
 
 
 class Phase(NamedTuple):
@@ -93,6 +94,26 @@ class Timeline:
     @property
     def seconds(self) -> float:
         return max(self.ends.values(), default=0.0)
+
+    @cached_property
+    def bound(self) -> float:
+        """What no order of these waves can undercut: on some rank the time of its links, or its work and what of the first gather
+        and of the last scatter it cannot hide. Local matrices and the momentum of other waves hide the former, AdamW and the
+        updates of other waves the latter.
+        """
+        step = self.work
+        bound = max(step.host_ahead, default=0.0)
+        for k in range(len(step.ranks)):
+            links = sum(wave.gather[k] + wave.scatter[k] for wave in step.waves)
+            work = step.host[k] + step.local[k] + step.adamw[k] + step.busy * links
+            work += sum(wave.momentum[k] + wave.orthogonalise[k] + wave.update[k] for wave in step.waves)
+            if step.waves:
+                before, after = step.local[k] + sum(w.momentum[k] for w in step.waves[1:]), step.adamw[k]
+                after += sum(w.update[k] for w in step.waves[:-1])
+                edges = max(0.0, step.waves[0].gather[k] - before) + max(0.0, step.waves[-1].scatter[k] - after)
+                work += (1 - step.busy) * edges
+            bound = max(bound, links, work)
+        return bound
 
     @cached_property
     def slowest(self) -> int:
@@ -164,7 +185,7 @@ def timeline_of(step: StepSeconds) -> Timeline:
     walk.work("host", None, step.host)
     for action, wave in pipeline_order(len(step.waves), max(1, step.in_flight), gathered_ahead=step.gathered_ahead):
         if action is Action.LOCAL:
-            walk.work("local", None, step.local)
+            walk.orthogonalise("local", None, step.local)
         elif action is Action.DURING_LAST_SCATTER:
             walk.work("adamw", None, step.adamw)
         elif action is Action.GATHER:
@@ -172,7 +193,7 @@ def timeline_of(step: StepSeconds) -> Timeline:
             walk.send("gather", wave, step.waves[wave].gather)
         elif action is Action.COMPUTE:
             walk.wait("gather", wave)
-            walk.work("orthogonalise", wave, step.waves[wave].orthogonalise)
+            walk.orthogonalise("orthogonalise", wave, step.waves[wave].orthogonalise)
             walk.send("scatter", wave, step.waves[wave].scatter)
         else:
             walk.wait("scatter", wave)
@@ -184,11 +205,16 @@ class _Walk:
     """The clocks of all ranks, while one action after the other is taken."""
 
     def __init__(self, step: StepSeconds) -> None:
-        self._busy = step.busy
+        self._busy, self._slower = step.busy, step.slower_beside_exchange
         self._now = [0.0] * len(step.ranks)  # when each rank's device is free
         self._links_free = 0.0
         self._arrivals: dict[tuple[str, int], float] = {}
         self.phases: list[Phase] = []
+
+    def orthogonalise(self, kind: str, wave: int | None, seconds: Seconds) -> None:
+        """Work of which the part beside an exchange takes longer."""
+        beside = (max(0.0, min(more, self._links_free - now)) for now, more in zip(self._now, seconds, strict=True))
+        self.work(kind, wave, [more + self._slower * shared for more, shared in zip(seconds, beside, strict=True)])
 
     def work(self, kind: str, wave: int | None, seconds: Seconds) -> None:
         start, self._now = self._now, [now + more for now, more in zip(self._now, seconds, strict=True)]

@@ -1,0 +1,265 @@
+"""How fast a machine is, as plain data: what ``meshmuon doctor --save`` measured or ``meshmuon plan --save-rates`` wrote.
+
+``Muon(cost_model=FILE)`` plans with it. The file is JSON. ``Calibration`` has the same names and units.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..errors import ConfigError, shown
+from .cost import CostModel
+
+FORMAT, VERSION = "meshmuon calibration", 1  # of the file
+_SMALLEST_RATE, _LARGEST_RATE = 1e-15, 1e24  # what lies outside was not measured on a computer
+_LARGEST_SIZE = 2**31
+_MOST_RANKS = 10**7
+_REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast n × n matrices are worked on by one rank, while all ranks work."""
+
+    dtype: str
+    size: int  # n
+    flops_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """How fast a rank sends, while it receives as much and the other ranks do the same."""
+
+    bytes_per_second: float
+    seconds: float  # that an exchange of a few bytes takes
+
+
+@dataclass(frozen=True, slots=True)
+class ElementwiseRates:
+    """Seconds per element of large float32 tensors, on one rank while all ranks work."""
+
+    momentum: float  # accumulating it, and writing what is orthogonalised
+    update: float  # of a parameter
+    copy: float
+    adamw: float
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Calibration:
+    """The measurements of one run of ``meshmuon doctor``; medians over ranks and pairs of ranks."""
+
+    device: str  # type of the device, such as "cuda"
+    device_name: str
+    ranks: int
+    ranks_per_node: int  # most ranks on one node
+    compute_dtype: str  # in which matrices are orthogonalised by default
+    products: tuple[Rate, ...]  # matrix products, for each dtype and size
+    orthogonalisation: tuple[Rate, ...]  # the default scheme in ``compute_dtype``, by counted FLOPs, for each size
+    inside: LinkRate | None  # between two ranks of one node; None if no node has two ranks
+    between: LinkRate | None  # between two ranks of different nodes; None on one node
+    exchange: LinkRate | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
+    host_seconds_per_matrix: float  # what each tiny matrix adds to a step; predictions for CPUs use it
+    host_seconds_per_step: float  # what a step takes beside its matrices or, on a GPU, launches, and beside its exchanges
+    elementwise: ElementwiseRates | None = None  # None in files that were written before it was measured
+    exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU; None likewise
+    copies: LinkRate | None = None  # between the memory of a device and pinned memory of its host; None on CPU
+    seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
+    host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU and in older files
+    alone: tuple[Rate, ...] = ()  # as ``orthogonalisation``, of a single matrix; empty if that is as fast as a batch
+    slower_beside_exchange: float = 0.0  # what products take longer while the links are busy, as a share
+
+    def __repr__(self) -> str:
+        return f"Calibration({self.device_name!r}, {hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:8]})"
+
+    def cost_model(self) -> CostModel:
+        """What plans weigh.
+
+        On one node, that is the rate and latency of an exchange of all ranks. On several, bytes have the rates of the links
+        inside and between nodes. An exchange inside a node has the latency of its link, one between nodes that of the exchange
+        of all ranks.
+        """
+        if self.exchange is None:
+            raise ConfigError(f"it was measured on one rank and knows no link between ranks. {_REMEDY}")
+        rate = max(self.orthogonalisation, key=lambda rate: rate.size).flops_per_second
+
+        def price(link: LinkRate) -> tuple[float, float]:
+            return rate / link.bytes_per_second, max(1.0, rate * link.seconds)
+
+        of_host = None if self.copies is None else price(self.copies)[0]
+        if self.inside is None or self.between is None:
+            return CostModel(*price(self.exchange), host_flops_per_byte=of_host)
+        return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1], of_host)
+
+    def orthogonalisation_rate(self, size: int) -> float:
+        """FLOPs per second on matrices whose shorter side is ``size``; on a logarithmic scale between two sizes."""
+        return rate_at(size, ((rate.size, rate.flops_per_second) for rate in self.orthogonalisation))
+
+    def rate_alone(self, size: int) -> float:
+        """The same of a matrix that has a batch for itself; never above the rate of a batch."""
+        batched = self.orthogonalisation_rate(size)
+        return min(batched, rate_at(size, ((rate.size, rate.flops_per_second) for rate in self.alone))) if self.alone else batched
+
+    @property
+    def exchange_busy(self) -> float:
+        """The share of an exchange in which the device can do nothing else: 0 unless it is a CPU, where 1 is the worst case."""
+        if self.device != "cpu":
+            return 0.0
+        return 1.0 if self.exchange_cpu_share is None else min(1.0, self.exchange_cpu_share)
+
+    def seconds_per_element(self, kind: str) -> float:
+        """Of a kind of elementwise work, by its name in ``ElementwiseRates``; 0 if it was not measured."""
+        return 0.0 if self.elementwise is None else float(getattr(self.elementwise, kind))
+
+    def completed(self, exchange: LinkRate, seconds_per_peer: float, elementwise: ElementwiseRates) -> Calibration:
+        """With these figures in the place of what was not measured: links on one rank, elementwise work in older files."""
+        completed = replace(self, elementwise=self.elementwise or elementwise)
+        return completed if self.exchange else replace(completed, exchange=exchange, seconds_per_peer=seconds_per_peer)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of the file. What only rates that were not measured have is there if it is not empty."""
+        described = ("seconds_per_peer", "alone", "slower_beside_exchange")
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return {name: value for name, value in content.items() if value or name not in described}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Reads a file: what ``to_json`` returned, or a whole report of ``meshmuon doctor --json``."""
+        reader = RatesReader.open(path)
+        elementwise = reader.inner("elementwise", "the times of elementwise work")
+        return cls(
+            device=reader.text("device"),
+            device_name=reader.text("device_name"),
+            ranks=reader.whole("ranks", _MOST_RANKS),
+            ranks_per_node=reader.whole("ranks_per_node", _MOST_RANKS),
+            compute_dtype=reader.text("compute_dtype"),
+            products=reader.rates("products"),
+            orthogonalisation=reader.rates("orthogonalisation"),
+            inside=reader.link("inside"),
+            between=reader.link("between"),
+            exchange=reader.link("exchange"),
+            host_seconds_per_matrix=reader.number("host_seconds_per_matrix"),
+            host_seconds_per_step=reader.number("host_seconds_per_step"),
+            elementwise=None if elementwise is None else _elementwise(elementwise),
+            exchange_cpu_share=_given(reader, "exchange_cpu_share"),
+            copies=reader.link("copies"),
+            seconds_per_peer=_given(reader, "seconds_per_peer") or 0.0,
+            host_seconds_per_launch=_given(reader, "host_seconds_per_launch"),
+            alone=reader.rates("alone") if reader.content.get("alone") else (),
+            slower_beside_exchange=_given(reader, "slower_beside_exchange") or 0.0,
+        )
+
+
+def _given(reader: RatesReader, name: str) -> float | None:
+    return None if reader.content.get(name) is None else reader.number(name)
+
+
+def _elementwise(reader: RatesReader) -> ElementwiseRates:
+    return ElementwiseRates(**{field.name: reader.number(field.name) for field in fields(ElementwiseRates)})
+
+
+def rate_at(size: int, points: Iterable[tuple[int, float]]) -> float:
+    """The rate at ``size`` on the line through ``points`` (size, rate), in logarithms of both; outside of them the nearest."""
+    ordered = sorted(points)
+    if size <= ordered[0][0]:
+        return ordered[0][1]
+    for (low, at_low), (high, at_high) in pairwise(ordered):
+        if size <= high:
+            share = math.log(size / low) / math.log(high / low)
+            return float(at_low * (at_high / at_low) ** share)
+    return ordered[-1][1]
+
+
+CostModelLike: TypeAlias = "CostModel | Calibration | str | os.PathLike[str]"
+
+
+def cost_model_from(value: CostModelLike | None) -> CostModel | Calibration | None:
+    """What a user named: costs, the rates in a file, or None."""
+    if value is None or isinstance(value, (CostModel, Calibration)):
+        return value
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise ConfigError(f"cost_model={shown(value)} must be a CostModel, the name of a calibration file, or None.")
+    try:
+        calibration = Calibration.load(value)
+        calibration.cost_model()  # refuses rates without links
+    except ConfigError as error:
+        raise ConfigError(f"cost_model={shown(str(value))}: {error}") from None
+    return calibration
+
+
+class RatesReader:
+    """Reads the fields of a file, and says which one is wrong."""
+
+    def __init__(self, content: Mapping[str, Any], where: str = "") -> None:
+        self.content, self._where = content, where
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> RatesReader:
+        """Reads a file: rates, or a whole report of ``meshmuon doctor --json``."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"it cannot be read: {error.strerror or error}. {_REMEDY}") from None
+        except RecursionError:
+            raise ConfigError(f"it is not JSON that can be read: it is nested too deeply. {_REMEDY}") from None
+        except ValueError as error:  # also of text that is not UTF-8
+            raise ConfigError(f"it is not JSON ({error}). {_REMEDY}") from None
+        if isinstance(content, Mapping) and isinstance(content.get("calibration"), Mapping):
+            content = content["calibration"]
+        if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+            raise ConfigError(f"it is no calibration file. {_REMEDY}")
+        if content.get("version") != VERSION:
+            raise ConfigError(
+                f"it has version {content.get('version')!r} of the format, and this meshmuon reads version {VERSION}. {_REMEDY}"
+            )
+        return cls(content)
+
+    def text(self, name: str) -> str:
+        return str(self._field(name, "text", lambda value: isinstance(value, str)))
+
+    def number(self, name: str) -> float:
+        self._field(name, "a positive number", lambda value: _is_number(value) and 0 < value < math.inf)
+        bounds = f"between {_SMALLEST_RATE:g} and {_LARGEST_RATE:g}"
+        return float(self._field(name, bounds, lambda value: _SMALLEST_RATE <= value <= _LARGEST_RATE))
+
+    def whole(self, name: str, most: int) -> int:
+        """A whole number from 1 to ``most``."""
+        expected = f"a whole number from 1 to {most}"
+        return int(self._field(name, expected, lambda value: _is_number(value) and 1 <= value <= most and value == int(value)))
+
+    def rates(self, name: str) -> tuple[Rate, ...]:
+        def is_list(value: Any) -> bool:
+            return isinstance(value, Sequence) and bool(value) and all(isinstance(row, Mapping) for row in value)
+
+        rows = self._field(name, "a list of rates", is_list)
+        readers = [RatesReader(row, f"{name}[{k}].") for k, row in enumerate(rows)]
+        return tuple(Rate(row.text("dtype"), row.whole("size", _LARGEST_SIZE), row.number("flops_per_second")) for row in readers)
+
+    def link(self, name: str) -> LinkRate | None:
+        """A link, or None if it was not measured."""
+        reader = self.inner(name, "a link")
+        return None if reader is None else LinkRate(reader.number("bytes_per_second"), reader.number("seconds"))
+
+    def inner(self, name: str, kind: str) -> RatesReader | None:
+        """The fields of a field."""
+        row = self._field(name, f"{kind} or null", lambda value: value is None or isinstance(value, Mapping))
+        return None if row is None else RatesReader(row, f"{name}.")
+
+    def _field(self, name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+        value = self.content.get(name)
+        if not fits(value):
+            bits = value.bit_length() if type(value) is int else 0
+            given = f"a number of {bits} bits" if bits > 999 else repr(value)[:120]
+            raise ConfigError(f"its {self._where}{name} is {given} and must be {expected}. {_REMEDY}")
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
