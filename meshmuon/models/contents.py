@@ -98,7 +98,7 @@ class ModelContents:
         return place.param.dim() == 3 and any(key in place.name for key in self._expert_keys)
 
     def _no_matrix(self, place: ParamPlace) -> ParamContents | None:
-        """What is not one matrix: a stack, a filter, and what goes to AdamW. The user's word comes first, then AdamW's reasons."""
+        """What is not one matrix: a stack, a filter, and what goes to AdamW. The user's word comes first."""
         no_matrix, stack = why_no_matrix(place), stack_of(place)
         if self._is_expert(place) and no_matrix not in ("bias", "norm"):
             return ParamContents("muon", "expert_keys", ONE_MATRIX if stack is None else stack[1])

@@ -15,19 +15,11 @@ from .traced import class_of
 
 _INSERTED = WRAPPERS | {"base_layer"}  # PEFT keeps the layer that it adapts under this name
 
-QUANTITIES: Mapping[str, tuple[str, ...]] = {
-    "heads": ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head"),
-    "kv_heads": (
-        "num_key_value_heads",
-        "num_kv_heads",
-        "n_kv_heads",
-        "kv_heads",
-        "kv_n_heads",
-        "n_query_groups",
-        "num_query_groups",
-    ),
-    "head_dim": ("head_dim", "head_size", "attention_head_size", "dim_head", "attention_head_dim"),
-    "ff": ("ffn_hidden_size", "intermediate_size"),
+QUANTITIES: Mapping[str, str] = {
+    "heads": "num_heads num_attention_heads n_heads n_head heads num_head",
+    "kv_heads": "num_key_value_heads num_kv_heads n_kv_heads kv_heads kv_n_heads n_query_groups num_query_groups",
+    "head_dim": "head_dim head_size attention_head_size dim_head attention_head_dim",
+    "ff": "ffn_hidden_size intermediate_size",
 }
 """What a table calls a size, and what libraries call it. Any other name in a table is that of an attribute."""
 
@@ -118,7 +110,7 @@ class ParamPlace:
             value = getattr(beside, attribute, None)
             return value if isinstance(value, int) else None
         for source in self._sources():
-            for synonym in QUANTITIES.get(name, (name,)):
+            for synonym in QUANTITIES.get(name, name).split():
                 value = getattr(source, synonym, None)
                 if isinstance(value, int) and not isinstance(value, bool):
                     return value

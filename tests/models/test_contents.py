@@ -235,7 +235,7 @@ def test_experts_below_each_other() -> None:
 def test_every_row_of_the_table_can_be_read() -> None:
     """No row has a size that the reader of sizes would misread."""
     for row in FUSED:
-        for size in (*row.sizes, row.repeats or "1"):
+        for size in (*row.sizes.split(", "), row.repeats or "1"):
             assert re.fullmatch(r"[\w.]+([*/+-][\w.]+)*", size)
 
 
