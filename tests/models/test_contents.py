@@ -14,7 +14,6 @@ from meshmuon import ConfigError, Interleaved, Muon, get_default_muon_param_grou
 from meshmuon.matrices import ParamMatrices
 from meshmuon.models import LOOKS_FUSED, ModelContents, ParamContents
 from meshmuon.models.fused import FUSED
-from meshmuon.models.place import places_of
 
 
 def module(class_name: str = "Module", /, **attributes: Any) -> nn.Module:
@@ -37,40 +36,6 @@ def contents(model: nn.Module, name: str, **options: Any) -> ParamContents:
 def in_block(**children: nn.Module) -> nn.Module:
     """A model with one block, so that no child is taken for the last layer."""
     return module("Model", layers=nn.ModuleList([nn.ModuleDict(children)]))
-
-
-# Where a parameter is.
-
-
-def test_places_do_without_wrappers() -> None:
-    inner = module("Attention", q_proj=linear(8, 8))
-    wrapped = module("CheckpointWrapper", _checkpoint_wrapped_module=inner)
-    model = module("DDP", module=module("Model", layers=nn.ModuleList([wrapped])))
-    (place,) = places_of(model)
-    assert place.name == "module.layers.0._checkpoint_wrapped_module.q_proj.weight"
-    assert place.parts == ("layers", "0", "q_proj", "weight")
-    assert place.owner is inner
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("heads*head_dim", 12),
-        ("heads/kv_heads*head_dim", 6),
-        ("2*heads+1", 9),
-        ("outputs/3", 7),
-        ("heads/3", None),
-        ("ghost", None),
-    ],
-)
-def test_sizes(expression: str, value: int | None) -> None:
-    """Attributes of the owner first, then of configs; True is no number."""
-    attention = module(
-        "Attention", n_head=4, kv_heads=True, proj=linear(8, 8), config=SimpleNamespace(head_dim=99, num_kv_heads=2)
-    )
-    attention.head_dim = 3
-    (place,) = places_of(attention)
-    assert place.size(expression, outputs=21) == value
 
 
 # Not matrices.
@@ -242,6 +207,8 @@ def test_every_row_of_the_table_can_be_read() -> None:
 DT_B_C = {"d_inner": 16, "d_state": 5, "dt_rank": 3}
 MAMBA2 = {"d_inner": 16, "d_state": 5}
 HEADS = {"num_heads": 3, "dim_head": 8}
+CONFIG = SimpleNamespace(head_dim=99, num_kv_heads=2, new_decoder_architecture=True)
+GROUPED = {"n_head": 4, "head_dim": 8, "config": CONFIG}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +216,8 @@ HEADS = {"num_heads": 3, "dim_head": 8}
     [
         ("Attention", "qkv", (24, 8), {}, (8, 8, 8)),
         ("Attention", "qkv_proj", (32, 16), {"num_heads": 2, "num_key_value_heads": 1, "head_dim": 8}, (16, 8, 8)),
+        # Attributes of the owner count before those of configs; True is no number.
+        ("FalconAttention", "query_key_value", (64, 16), {**GROUPED, "kv_heads": True}, Interleaved((16, 8, 8), 2)),
         ("Attention", "to_kv", (16, 24), {}, (8, 8)),
         ("BloomAttention", "query_key_value", (24, 8), {"num_heads": 2}, Interleaved((4, 4, 4), 2)),
         ("FSDPBloomAttention", "query_key_value", (24, 8), {"num_heads": 2}, Interleaved((4, 4, 4), 2)),
