@@ -261,6 +261,13 @@ def test_fused(owner: str, label: str, shape: tuple[int, int], attributes: dict[
     assert (found.reason == LOOKS_FUSED) == (split == LOOKS_FUSED)
 
 
+def test_wrappers_do_not_hide_the_owner() -> None:
+    wrapped = module("CheckpointWrapper", _checkpoint_wrapped_module=linear(24, 8))
+    model = in_block(attn=module("BloomAttention", num_heads=2, query_key_value=wrapped))
+    found = contents(model, "layers.0.attn.query_key_value._checkpoint_wrapped_module.weight")
+    assert found.matrices.split == Interleaved((4, 4, 4), 2)
+
+
 def test_gpt2_stores_its_weights_the_other_way_round() -> None:
     conv1d = module("Conv1D", nf=24, weight=(8, 24))
     model = in_block(attn=module("GPT2Attention", c_attn=conv1d), mlp=module("MLP", c_fc=module("Conv1D", weight=(8, 32))))
