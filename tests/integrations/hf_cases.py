@@ -123,9 +123,7 @@ def expected_of(kind: str, layout: str, folder: Path) -> PlainRun:
     """The plain loop of a trainer's run."""
     loss = loss_of_sft if kind == "sft" else reference.mean_of_step
     model = make_sft_trainer(folder, "single", {}).model if kind == "sft" else reference.small_llama()
-    if layout == "fsdp2":
-        return reference.fsdp2_loop(model, CLIPPING, loss)
-    return reference.plain_loop(model, 1 if layout == "single" else 2, CLIPPING, loss)
+    return reference.plain_loop(model, layout, CLIPPING, loss)
 
 
 def check_trainer(folder: Path, kind: str, layout: str, options: Mapping[str, Any], **changes: Any) -> None:
@@ -171,19 +169,13 @@ class Accelerated:
     plugin: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def world(self) -> int:
-        return 1 if self.layout == "single" else 2
-
     def expected(self) -> PlainRun:
         """Accelerate's scheduler advances once for every rank in a step."""
-        model, loss = reference.small_llama(**self.model), loss_of_accelerate
-        policy = MixedPrecisionPolicy()
-        if self.precision == "bf16":
-            loss, policy = loss_in_bfloat16, MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-        if self.layout == "fsdp2" and self.max_norm < NO_CLIPPING:
-            return reference.fsdp2_loop(model, self.max_norm, loss, times=self.world, policy=policy)
-        return reference.plain_loop(model, self.world, self.max_norm, loss, times=self.world)
+        model, times = reference.small_llama(**self.model), 1 if self.layout == "single" else 2
+        if self.precision == "no":
+            return reference.plain_loop(model, self.layout, self.max_norm, loss_of_accelerate, times)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+        return reference.plain_loop(model, self.layout, self.max_norm, loss_in_bfloat16, times, policy)
 
 
 class AcceleratedRun:
