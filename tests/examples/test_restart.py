@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,12 +15,11 @@ import pytest
 
 import train_gpt
 from demo import checkpoints, progress
-from tests.examples.conftest import write_sources
 from tests.support.injector import await_files
 from tests.support.scripts import run_script, run_script_on_ranks
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-DEMO = REPOSITORY / "examples" / "train_gpt.py"
+from .conftest import DEMO, REPOSITORY, log_of, run_folder, write_sources
+
 KILLED = REPOSITORY / "tests" / "examples" / "killed_worker.py"
 TORCHRUN = ("-m", "torch.distributed.run")
 # 12 sequences divide over 1, 2, 3 and 4 processes. Checkpoints after steps 3, 6, 9 and 12, evaluations after 4, 8 and 12.
@@ -69,16 +67,6 @@ def together(count: int, *arguments: str) -> tuple[list[int], str]:
     """So many processes of one run, as a launcher would start them; their exit codes and what the first one printed."""
     ranks = run_script_on_ranks(count, DEMO, *arguments, environment=environment())
     return [rank.returncode for rank in ranks], ranks[0].stdout
-
-
-def run_folder(out: Path) -> Path:
-    (folder,) = (path for path in out.iterdir() if path.is_dir() and not path.is_symlink())
-    return folder
-
-
-def log_of(out: Path) -> Log:
-    found: Log = json.loads((run_folder(out) / "log.json").read_text())
-    return found
 
 
 def losses(log: Log, name: str) -> list[float]:

@@ -122,7 +122,7 @@ def test_grouped_queries_are_never_thirds(told: bool, after: bool, split: Any) -
         Muon(get_default_muon_param_groups(model))
     doubts = [str(warning.message) for warning in caught if issubclass(warning.category, RoutingWarning)]
     assert len(doubts) == (0 if split else 1)  # one for all layers
-    assert all("layers.0.qkv.weight and 2 more" in doubt and "split=(...)" in doubt for doubt in doubts)
+    assert all("layers.0.qkv.weight (and 2 more of its kind)" in doubt and "split=(...)" in doubt for doubt in doubts)
 
 
 def test_bare_parameters() -> None:

@@ -164,7 +164,7 @@ class Tower(nn.Module):
         self.layers = nn.ModuleList([nn.ModuleDict({"my_qkv_proj": nn.Linear(8, 20)}) for _ in range(layers)])
 
 
-@pytest.mark.parametrize(("layers", "subject"), [(1, "weight looks like"), (5, "weight and 4 more of its kind look like")])
+@pytest.mark.parametrize(("layers", "subject"), [(1, "weight looks like"), (5, "weight (and 4 more of its kind) looks like")])
 def test_one_warning_for_all_layers(layers: int, subject: str) -> None:
     with pytest.warns(RoutingWarning) as record:
         optimizer = Muon(get_default_muon_param_groups(Tower(layers)))
