@@ -114,15 +114,3 @@ def plain_loop(
                 (loss_of(wrapped, batch, tokens) * world).backward()  # DDP and FSDP2 take the mean over ranks
         run.update(optimizer, schedule, max_norm, times)
     return run
-
-
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    named = {name.removeprefix("module."): param for name, param in model.named_parameters()}
-    return {name: param.full_tensor() if hasattr(param, "full_tensor") else param for name, param in named.items()}
-
-
-def assert_same_bits(model: nn.Module, expected: nn.Module) -> None:
-    ours, theirs = whole_parameters(model), whole_parameters(expected)
-    assert ours.keys() == theirs.keys()
-    off = {name: float((ours[name] - theirs[name]).abs().max()) for name in ours if not torch.equal(ours[name], theirs[name])}
-    assert not off, f"largest differences: {off}"
