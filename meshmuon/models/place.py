@@ -92,10 +92,11 @@ class ParamPlace:
 
     def numbers(self) -> set[int]:
         """The whole numbers that its owner has as attributes, and those of its configs that are about heads and groups."""
-        own = vars(self.owner).items()
-        told = ((name, value) for source in self._sources() for name, value in _attributes_of(source))
-        counts = [*own, *((name, value) for name, value in told if re.search("head|kv|group", name))]
-        return {value for _, value in counts if isinstance(value, int) and not isinstance(value, bool) and value > 0}
+        values = list(vars(self.owner).values())
+        for source in self._sources():
+            told = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+            values += [value for name, value in told.items() if re.search("head|kv|group", str(name))]
+        return {value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0}
 
     def flag(self, name: str) -> bool:
         """Whether the owner, or its config, says so."""
@@ -124,11 +125,6 @@ class ParamPlace:
             for attribute in ("config", "args", "cfg"):
                 if (config := getattr(module, attribute, None)) is not None:
                     yield config
-
-
-def _attributes_of(source: Any) -> Iterator[tuple[str, Any]]:
-    values = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
-    yield from ((name, value) for name, value in values.items() if isinstance(name, str))
 
 
 def is_a(module: nn.Module, pattern: str) -> bool:

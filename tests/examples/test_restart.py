@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,25 +165,23 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(
 # One process: what is kept, what is refused
 
 
-class Stopped:
-    """Ctrl-C when a contender has done so many steps."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch = monkeypatch
-
-    def main(self, arguments: list[str], title: str = "meshmuon", after: int = KILLED_BEFORE) -> None:
-        def step(shown: progress.PlainProgress, done: int, *_: float | None) -> None:
-            if (shown.title, done) == (title, after):
-                raise KeyboardInterrupt
-
-        with self._patch.context() as patch:
-            patch.setattr(progress.PlainProgress, "step", step)
-            assert train_gpt.main(arguments) == train_gpt.INTERRUPTED
+Stop = Callable[..., None]
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
-    return Stopped(monkeypatch)
+def stop(monkeypatch: pytest.MonkeyPatch) -> Stop:
+    """Runs the demo until Ctrl-C, when meshmuon has done so many steps."""
+
+    def main(arguments: list[str], after: int = KILLED_BEFORE) -> None:
+        def step(shown: progress.PlainProgress, done: int, *_: float | None) -> None:
+            if (shown.title, done) == ("meshmuon", after):
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(progress.PlainProgress, "step", step)
+            assert train_gpt.main(arguments) == train_gpt.INTERRUPTED
+
+    return main
 
 
 @pytest.fixture
@@ -207,9 +206,9 @@ def kept(out: Path) -> list[str]:
 
 
 def test_ctrl_c_goes_on_in_the_same_folder_and_a_finished_run_is_not_touched(
-    alone: list[str], stopped: Stopped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    alone: list[str], stop: Stop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped.main(alone)
+    stop(alone)
     assert "The same command goes on from the last checkpoint" in capsys.readouterr().out
     assert kept(tmp_path / "runs") == ["step-000003", "step-000006"]
     assert train_gpt.main(alone) == 0
@@ -219,8 +218,8 @@ def test_ctrl_c_goes_on_in_the_same_folder_and_a_finished_run_is_not_touched(
     assert resumed(log) == {"muon": [(6, 1)]}
     before = files_below(run_folder(tmp_path / "runs"))
     first = run_folder(tmp_path / "runs")
-    stopped.main(alone)  # the first has come to its end: this is a new one, from its start
-    stopped.main([*alone, "--lr", "0.01"])  # other options: a new one, too
+    stop(alone)  # the first has come to its end: this is a new one, from its start
+    stop([*alone, "--lr", "0.01"])  # other options: a new one, too
     assert len([path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]) == 3
     assert files_below(first) == before
 
@@ -243,9 +242,9 @@ def half_written(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [flip_a_bit, half_written], ids=lambda one: one.__name__)
 def test_a_damaged_checkpoint_is_passed_over(
-    damage: Any, alone: list[str], stopped: Stopped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Any, alone: list[str], stop: Stop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped.main(alone)
+    stop(alone)
     newest = run_folder(tmp_path / "runs") / checkpoints.FOLDER / "muon" / "step-000006"
     damage(newest)
     capsys.readouterr()
@@ -267,11 +266,11 @@ def test_a_damaged_checkpoint_is_passed_over(
     ],
 )
 def test_checkpoints_of_other_options_are_refused_and_left_alone(
-    flags: str, message: str, alone: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], stopped: Stopped
+    flags: str, message: str, alone: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], stop: Stop
 ) -> None:
     folder = tmp_path / "kept"
     named = [*alone, "--checkpoint-dir", str(folder)]
-    stopped.main(named, after=4)
+    stop(named, after=4)
     before = files_below(tmp_path)
     with pytest.raises(SystemExit) as end:
         train_gpt.main([*named, *flags.split()])

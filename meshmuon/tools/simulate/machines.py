@@ -16,8 +16,8 @@ _DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
 _LARGEST = 1e18  # number that a machine may have
 _ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
 _SHORTEST = 1e-12  # seconds: a calibration has no zeros
-_POSITIVE = ("ranks_per_node", "memory_bytes", "memory_bytes_per_second")
-_NUMBERS = (*_POSITIVE, "seconds_per_peer", "connection_bytes", "host_seconds_per_matrix", "host_seconds_per_step")
+_MAY_BE_ZERO = ("seconds_per_peer", "connection_bytes", "host_seconds_per_matrix", "host_seconds_per_step")
+_NUMBERS = ("ranks_per_node", "memory_bytes", "memory_bytes_per_second", *_MAY_BE_ZERO)
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,17 @@ class Machine:
     def from_json(cls, content: Any) -> Machine:
         if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
             raise ConfigError(f"it is no description of a machine: its format must be {FORMAT!r} and its version {VERSION}.")
-        for name in _NUMBERS:
-            _check_number(name, content.get(name), positive=name in _POSITIVE)
+        numbers = {name: content.get(name) for name in _NUMBERS}
         if content.get("host_seconds_per_launch") is not None:
-            _check_number("host_seconds_per_launch", content["host_seconds_per_launch"], positive=True)
+            numbers["host_seconds_per_launch"] = content["host_seconds_per_launch"]
         rows = {f"efficiency[{k}]": row | {"size": int(row["size"])} for k, row in enumerate(content["efficiency"])}
-        for where, row in ({name: content[name] for name in ("inside", "between", "peak_flops")} | rows).items():
-            for key, value in row.items():
-                _check_number(f"{where} {key}", value, positive=key != "seconds")
+        rows |= {name: content[name] for name in ("inside", "between", "peak_flops")}
+        numbers |= {f"{where} {key}": value for where, row in rows.items() for key, value in row.items()}
+        for name, value in numbers.items():
+            may_be_zero = name in _MAY_BE_ZERO or name.endswith(" seconds")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
+            if not number or (value == 0 and not may_be_zero):
+                raise ConfigError(f"its {name} is {value!r} and must be a number{'' if may_be_zero else ' above 0'}.")
         if not content["efficiency"] or not content["peak_flops"]:
             raise ConfigError("its efficiency and peak_flops need at least one row each.")
         if not isinstance(content["device"], str) or content["device"] not in _DEVICES:
@@ -145,12 +148,6 @@ class Machine:
             between=LinkRate(**content["between"]),
             host_seconds_per_launch=content.get("host_seconds_per_launch"),
         )
-
-
-def _check_number(name: str, value: Any, *, positive: bool) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
-    if not number or (positive and value == 0):
-        raise ConfigError(f"its {name} is {value!r} and must be a number{' above 0' if positive else ''}.")
 
 
 def load_machine(name: str) -> Machine:
