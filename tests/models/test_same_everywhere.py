@@ -90,13 +90,6 @@ def test_a_width_equal_to_the_vocabulary() -> None:
     assert found["lm_head.weight"] == ("adamw", 0)
 
 
-def test_numbered_names_are_blocks() -> None:
-    model = nn.Module()
-    model.layer_0 = nn.ModuleDict({"output": nn.Linear(16, 24)})
-    model.lm_head = nn.Linear(24, 9)
-    assert routes(model)["layer_0.output.weight"] == ("muon", 1)
-
-
 def test_a_copy_of_an_active_optimizer_is_active() -> None:
     model = Tied(tie=False)
     optimizer = muon_for(model, lr=1e-3)

@@ -180,6 +180,7 @@ class Leaf(nn.Module):
         ("_orig_mod.module.lm_head.weight", False),
         ("module._orig_mod.model._checkpoint_wrapped_module.embed_tokens._fsdp_wrapped_module.weight", False),
         ("layers.3.attention.output.weight", True),
+        ("layer_0.output.weight", True),
         ("layers.0.output.dense.weight", True),
         ("output.dense.weight", True),
         ("layers.0.head.weight", True),

@@ -24,7 +24,7 @@ from .sharding import MeshAxes
 from .simulation import MEMORY_KINDS, SimulatedStage, Simulation
 
 FORMAT, VERSION = "meshmuon plan report", 1
-_OF_ADAMW = {"parameters": 1, "gradients": 1, "adamw_state": 2, "total": 4}  # tensors like the weight that AdamW has
+_OF_ADAMW = {"parameters": 1, "gradients": 1, "adamw_state": 2, "total": 4}  # tensors like the weight that AdamW has, of four
 _ESTIMATED = ("scratch", "connections")
 _MOST_BLOCKS = 64  # of the map of traffic
 
@@ -212,14 +212,11 @@ def balance_of(simulation: Simulation) -> Figures:
 
 def _memory(simulation: Simulation, kind: str) -> Figures:
     tensors = [stage.memory[kind] for stage in simulation.stages]
-    weight = simulation.options.param_dtype.itemsize
-    share = _OF_ADAMW.get(kind, 0) / _OF_ADAMW["total"]
-    alone = [int(stage.memory["adamw_alone"].max()) for stage in simulation.stages]
     return Figures(
         kind=kind,
-        most=max(int(tensor.max()) for tensor in tensors),  # on the rank that has most of it
+        most=simulation.most_bytes(kind),  # on the rank that has most of it
         mean=sum(float(tensor.sum()) for tensor in tensors) / sum(tensor.numel() for tensor in tensors),
-        adamw_most=max(round(most * share) // weight * weight for most in alone),  # if AdamW stepped everything
+        adamw_most=simulation.most_bytes("adamw_alone") // 4 * _OF_ADAMW.get(kind, 0),  # if AdamW stepped everything
         estimated=kind in _ESTIMATED,
     )
 
