@@ -145,27 +145,7 @@ def test_hidden_layers_of_that_size_in_blocks_are_no_heads() -> None:
     assert contents(model, "layers.0.up.weight").route == "muon"
 
 
-def test_names_of_heads() -> None:
-    output = module("BertSelfOutput", dense=linear(16, 12))
-    model = in_block(output=output)
-    assert contents(model, "layers.0.output.dense.weight").route == "muon"
-    heads = module("Model", lm_heads=nn.ModuleList([linear(20, 16), linear(20, 16)]), layers=model.layers)
-    assert contents(heads, "lm_heads.1.weight").reason == "output head: by name"
-
-
 # Stacks.
-
-
-def test_modules_that_say_how_they_store_experts() -> None:
-    flags = {"is_transposed": True, "is_concatenated": False, "has_gate": True}
-    experts = module("GptOssExperts", gate_up_proj=(3, 12, 24), down_proj=(3, 12, 12), gate_up_proj_bias=(3, 24), **flags)
-    found = contents(experts, "gate_up_proj")
-    assert found.matrices == ParamMatrices(experts=True, dims="in_out", split=Interleaved((1, 1), 12))
-    assert found.reason == "expert stack (E, in, out), gate and up in turns"
-    assert contents(experts, "down_proj").matrices == ParamMatrices(experts=True, dims="in_out")
-    assert contents(experts, "gate_up_proj_bias").route == "adamw"
-    experts.is_transposed, experts.is_concatenated = False, True
-    assert contents(experts, "gate_up_proj").matrices == ParamMatrices(experts=True, split=(6, 6))
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ class Leaf(nn.Module):
         ("pos_embed", False),
         ("encoder.pos_embed", False),
         ("lm_head.weight", False),
+        ("lm_heads.1.weight", False),
         ("model.lm_head.weight", False),
         ("output.weight", False),
         ("model.output.weight", False),
