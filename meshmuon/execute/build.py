@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, PieceTransfer, WaveHops, WaveRoutes, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
-from .buffers import CopyPairs, PlacedPiece, RelayMemory, Stage, Staging, strided_views
+from .buffers import NO_COPIES, CopyPairs, PlacedPiece, RelayMemory, Stage, Staging, strided_views
 from .ortho_batch import MATRICES, OrthoBatch
 from .program_builder import MatrixBatch, MatrixRange, PlacedTransfers, ProgramBuilder, batch_size, gathers, offsets_of, scatters
 from .rounding import RoundingScratch
@@ -198,7 +198,7 @@ class RankProgramBuilder(ProgramBuilder):
             momentum_views=MomentumViews(
                 self.piece_views([*gather_out, *staying], filled), self.step_params, self.piece_views(unsent, beside)
             ),
-            rounding=CopyPairs([], []) if unrounded is None else CopyPairs([beside], [unrounded]),
+            rounding=NO_COPIES if unrounded is None else CopyPairs([beside], [unrounded]),
             gather=self.exchange_buffers(gathered, shards, gathers(routes_of_rank), relayed("gather")),
             owned_batches=tuple(_owned_batch(*batch, unpack_from, pack_into) for batch in owned_batches),
             scatter=self.exchange_buffers(shards, results, scatters(routes_of_rank), relayed("scatter")),

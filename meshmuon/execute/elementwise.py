@@ -125,29 +125,9 @@ def apply(
 class Elementwise:
     """What a step does to elements. Lists that belong together have equal lengths and shapes; gradients are only read."""
 
-    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
-        """M ← retain·M + G."""
-        accumulate(momenta, grads, retain)
-
-    def fill(
-        self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
-    ) -> None:
-        """M ← retain·M + G, and V ← G + momentum·M, or V ← M if ``momentum`` is None."""
-        fill_with_momentum(views, grads, momenta, retain, momentum)
-
-    def apply(
-        self,
-        params: list[Tensor],
-        updates: list[Tensor],
-        decay: float | Tensor,
-        rate: float | Tensor,
-        *,
-        cautious: bool = False,
-        counters: Counters | None = None,
-        scratch: RoundingScratch | None = None,
-    ) -> None:
-        """p ← p·decay − rate·update, as ``apply`` of this module."""
-        apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
+    accumulate = staticmethod(accumulate)
+    fill = staticmethod(fill_with_momentum)
+    apply = staticmethod(apply)
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         """Copies each source to its target."""
