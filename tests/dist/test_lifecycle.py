@@ -197,3 +197,28 @@ def test_replicas_are_batched_alike_on_every_rank() -> None:
         return sorted(sizes)
 
     assert run_threads(2, main) == [[1, 2], [2]]
+
+
+@pytest.mark.parametrize("none_grad", [True, False])
+def test_a_wave_frees_gradients_once_they_are_sent(none_grad: bool) -> None:
+    """One wave at a time: while a matrix is orthogonalised, gradients of later waves must be there, and no others."""
+
+    def main(rank: int) -> None:
+        mesh, present = init_device_mesh("cpu", (2,)), list[list[bool]]()
+
+        def watch(batch: Tensor) -> Tensor:
+            present.append([param.grad is not None for param in params])
+            return batch
+
+        params = [nn.Parameter(place(torch.ones(4, 6), mesh)) for _ in range(6)]
+        groups = [{"params": params, "use_muon": True, "scheme": watch}]
+        optimizer = Muon(groups, chunk_size=1, waves_ahead=0, none_grad=none_grad)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        tasks = sorted(optimizer.plan().tasks, key=lambda task: task.param)
+        own_waves = sorted(task.wave for task in tasks if task.owner == rank)
+        assert own_waves == [0, 1, 2]
+        assert present == [[not none_grad or task.wave > wave for task in tasks] for wave in own_waves]
+
+    run_threads(2, main)
