@@ -127,7 +127,20 @@ class Elementwise:
 
     accumulate = staticmethod(accumulate)
     fill = staticmethod(fill_with_momentum)
-    apply = staticmethod(apply)
+
+    def apply(
+        self,
+        params: list[Tensor],
+        updates: list[Tensor],
+        decay: float | Tensor,
+        rate: float | Tensor,
+        *,
+        cautious: bool = False,
+        counters: Counters | None = None,
+        scratch: RoundingScratch | None = None,
+    ) -> None:
+        """p ← p·decay − rate·update, as ``apply`` of this module."""
+        apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         """Copies each source to its target."""
