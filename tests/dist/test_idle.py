@@ -168,7 +168,7 @@ def test_replicas_still_need_equal_gradients() -> None:
     """Two replicas of each shard: one without a gradient would diverge. Nothing is written, and the next step is exact."""
     case = Case((Param((6, 5), 0, (R, S0)), Param((5, 5), 0, (R, S0))))
 
-    def main(rank: int) -> None:
+    def main(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2, 2))
         params = [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))]
         optimizer = build(case, params, none_grad=False)
@@ -182,11 +182,14 @@ def test_replicas_still_need_equal_gradients() -> None:
         if rank == 3:
             params[0].grad = None
         for _ in range(2):
-            with pytest.raises(GradientError, match="which hold the same elements"):
+            with pytest.raises(GradientError, match="which hold the same elements") as caught:
                 optimizer.step()
             assert_bits(everything(optimizer), before)
+        return str(caught.value)
 
-    run_threads(4, main)
+    texts = run_threads(4, main)
+    assert len(set(texts)) == 1
+    assert "has a gradient on rank 1 and none on rank 3" in texts[0]
 
 
 def test_data_parallel_after_a_step_that_was_skipped() -> None:
