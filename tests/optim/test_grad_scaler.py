@@ -21,7 +21,7 @@ from tests.support.bounds import unit
 from tests.support.reference import LR, Run, gradients, set_gradients
 from tests.support.tensors import assert_bits
 
-from .test_nonfinite import groups, masked, path, skipping, snapshot
+from .test_nonfinite import groups, masked, path, snapshot
 
 __all__ = ["masked", "path"]  # fixtures
 Scaler = torch.amp.GradScaler
@@ -167,17 +167,6 @@ def test_a_scaler_that_meets_no_gradient(before: bool, path: str) -> None:
     scaler.step(run.optimizer)
     assert_bits(run.params, start)
     assert run.optimizer.skipped_steps == 0
-
-
-def test_a_disabled_scaler_is_not_there() -> None:
-    run, expected = skipping(), skipping()
-    scaler = Scaler("cpu", enabled=False)
-    for step in range(2):
-        set_gradients(run.params, gradients(run.params, step))
-        scaler.step(run.optimizer)
-        scaler.update()
-        expected.step(step)
-    assert_bits(run.everything(), expected.everything())
 
 
 def test_half_precision_gradients_are_unscaled(path: str) -> None:

@@ -1,4 +1,4 @@
-"""``rounding="stochastic"`` in whole steps: bits, state, checkpoints, refusals."""
+"""``rounding="stochastic"`` in whole steps: bits, state, checkpoints, refusals. Layouts are drawn in tests/dist/test_cases.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import ConfigError, DistMuon, Muon, RoutingWarning, StateError
+from meshmuon import ConfigError, Muon, RoutingWarning, StateError
 from meshmuon.checkpoint import convert_torch_state
 from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
-from tests.support.tensors import same, seeded
-from tests.support.threads import run_threads
 
 COUNTER = "rounding_counter"
 SHAPES = ((8, 12), (12, 8), (3, 6, 4), (5,), (7, 2))
@@ -249,35 +247,6 @@ def test_adamw_decays_on_average() -> None:
     assert bool((found["nearest"] == 1).all())
     values = found["stochastic"]
     assert abs(float(values.mean()) - (1 - 2**-10) ** 256) <= 5 * float(values.std()) / 100
-
-
-# DistMuon. What other layouts do is drawn in tests/dist/test_cases.py.
-
-
-def test_dist_muon_rounds_as_one_device_also_after_new_owners() -> None:
-    shapes = ((6, 4), (4, 9), (6, 4), (5, 5))
-
-    def train(kind: type[Muon], grad: Any) -> list[Tensor]:
-        params = [nn.Parameter(seeded(shape, k).bfloat16()) for k, shape in enumerate(shapes)]
-        vector = nn.Parameter(seeded((7,), 9).bfloat16())
-        groups = [group(params), group([vector], use_muon=False, prefix="norms")]
-        optimizer = kind(groups, lr=0.02, adjust_lr_fn="original", weight_decay=0.1, rounding="stochastic")
-        for step in range(5):
-            for k, param in enumerate((*params, vector)):
-                param.grad = None if step == 2 and k == 0 else grad(param, step, k)  # another plan, with other owners
-            optimizer.step()
-        return [param.detach().clone() for param in (*params, vector)]
-
-    def gradient(param: Tensor, step: int, k: int) -> Tensor:
-        return seeded(tuple(param.shape), 100 * step + k).bfloat16()
-
-    expected = train(Muon, gradient)
-
-    def main(rank: int) -> None:
-        for k, (found, wanted) in enumerate(zip(train(DistMuon, gradient), expected, strict=True)):
-            same(found, wanted, f"parameter {k}")  # the mean of equal gradients is exact for two ranks
-
-    run_threads(2, main)
 
 
 def test_an_idle_parameter_neither_counts_nor_changes() -> None:

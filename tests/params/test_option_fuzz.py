@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from meshmuon import (
@@ -323,21 +321,6 @@ def test_an_option_that_was_deleted(option: str, begun: bool) -> None:
     optimizer.step()
 
 
-@given(
-    value=st.one_of(st.floats(), st.integers(), st.floats(width=32).map(np.float32)),
-    option=st.sampled_from(["lr", "momentum", "weight_decay", "adamw_eps"]),
-)
-def test_random_numbers(value: Any, option: str) -> None:
-    params = make_params(MATRIX, VECTOR)
-    before = copies(params)
-    if GROUP_OPTIONS[option](value):
-        steps(build(params, **{option: value}), params)
-    else:
-        with refused(option, value):
-            build(params, **{option: value})
-        assert_same_bits(params, before)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_the_largest_learning_rate(dtype: torch.dtype, by_hand: bool) -> None:
@@ -461,15 +444,6 @@ def test_groups_of_processes(group: Any) -> None:
     with refused("replica_group", group):
         optimizer.replica_group = group
     assert optimizer.replica_group is None
-
-
-def test_dist_muon_checks_as_muon_does() -> None:
-    for option in ("lr", "momentum", "nesterov", "ns_steps", "weight_decay", "maximize", "debug", "warmup_step"):
-        right = {**GROUP_OPTIONS, **OPTIMIZER_OPTIONS}[option]
-        for value in VALUES:
-            if not right(value) and not (option == "lr" and 0 <= as_number(value) < math.inf):  # another factor
-                with refused(option, value):
-                    DistMuon(make_params(MATRIX), **{option: value})
 
 
 def test_schemes_without_steps() -> None:

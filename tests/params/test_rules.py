@@ -178,19 +178,6 @@ def test_a_rule_of_ones_own() -> None:
     assert torch.equal(optimizer.state[param]["rule_memory"], torch.ones(6, 1, dtype=torch.float64))
 
 
-def test_groups_have_rules_of_their_own_and_are_read_at_every_step() -> None:
-    params = [nn.Parameter(draw((6, 4), 0)) for _ in range(3)]
-    groups = [{"params": [p], "names": [str(k)], "use_muon": True} for k, p in enumerate(params)]
-    groups[1]["rule"] = "muon_plus"
-    optimizer = Muon(groups, scheme="keller")
-    optimizer.param_groups[2]["rule"] = "muon_plus"
-    for param in params:
-        param.grad = draw((6, 4), 1)
-    optimizer.step()
-    assert torch.equal(params[1], params[2])
-    assert not torch.equal(params[0], params[1])
-
-
 def test_state_survives_and_other_rules_states_are_refused() -> None:
     param = nn.Parameter(draw((6, 4), 0).bfloat16())
     optimizer = optimizer_for([param], rule="normuon", scheme="keller", ns_steps=5)

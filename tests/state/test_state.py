@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshmuon import Interleaved, Muon, StateError, keller
-from tests.support.reference import LR, assert_same_bits, copies, group, make_params, muon, run, run_alike
+from tests.support.reference import KELLER, LR, assert_same_bits, copies, group, make_params, muon, run, run_alike
 
 SHAPES = ((8, 12), (12, 8), (8, 12), (3, 6, 4), (5,), (7, 2))
 
@@ -60,18 +60,9 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(options: dict[str, A
         assert_same_bits(fresh.state[a].values(), uninterrupted.state[b].values())
 
 
-def test_a_scheme_given_to_a_group_survives_the_disk() -> None:
-    """Whoever loads with weights_only=True reads plain numbers only."""
-    params = make_params((8, 12), (6, 4))
-    optimizer = Muon([group(params[:1], scheme=keller(3), ns_steps=3)], lr=LR)
-    optimizer.add_param_group(group(params[1:], prefix="late", scheme=keller(2), ns_steps=2))
-    run(optimizer, params, [0])
-    twins = copies(params)
-    fresh = Muon([group(twins[:1]), group(twins[1:], prefix="late")], lr=LR)
-    fresh.load_state_dict(through_disk(optimizer.state_dict()))
-    run(optimizer, params, [1])
-    run(fresh, twins, [1])
-    assert_same_bits(twins, params)
+def test_a_scheme_given_to_a_group_is_stored_as_plain_numbers() -> None:
+    optimizer = Muon([group(make_params((8, 12)), scheme=keller(3), ns_steps=3)])
+    assert through_disk(optimizer.state_dict())["param_groups"][0]["scheme"] == (KELLER,) * 3
 
 
 def test_an_interleaved_split_is_stored_as_plain_numbers() -> None:
@@ -151,13 +142,6 @@ def test_copies_are_independent_and_go_on_alike(way: str) -> None:
     assert_same_bits(twins, moved)
     assert twin.workspace_bytes() == optimizer.workspace_bytes() > 0
     assert str(twin.routing_table()) == str(optimizer.routing_table())
-
-
-def test_a_pickled_model_and_optimizer_stay_together() -> None:
-    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False))
-    optimizer = muon(list(model.parameters()))
-    model2, optimizer2 = pickle.loads(pickle.dumps((model, optimizer)))
-    assert all(a is b for a, b in zip(model2.parameters(), optimizer2.param_groups[0]["params"], strict=True))
 
 
 def test_loading_hooks_may_adapt_a_foreign_state() -> None:
