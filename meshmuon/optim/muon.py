@@ -279,7 +279,7 @@ class Muon(MuonStep):
                 out.
         """
         if not isinstance(state_dict, Mapping):
-            raise StateError(f"this is not the state_dict of an optimizer: it is a {type(state_dict).__name__}, not a dict.")
+            raise StateError(f"this is not the state_dict of an optimizer, but a {type(state_dict).__name__}.")
         fitted: Fitted | None = None
         hooked, groups_before = False, self.param_groups
 

@@ -116,14 +116,12 @@ def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
     """Refuses a gradient that is not laid out like its parameter. The error shows the call that fixes it."""
     sharded, gradient = as_dtensor(param), as_dtensor(grad)
     if same_placement(param, grad):
-        if sharded is not None and gradient is not None:
-            param_shard, grad_shard = sharded.to_local(), gradient.to_local()
-            empty = not param_shard.numel() + grad_shard.numel()  # wrappers give empty shards other shapes
-            if param_shard.shape != grad_shard.shape and not empty:
-                raise GradientError(
-                    f"{name}: this rank holds {tuple(param_shard.shape)}, of the gradient {tuple(grad_shard.shape)}, although "
-                    "both have the same placements: cut the gradient like the parameter."
-                )
+        shard, grad_shard = local_part(param), local_part(grad)
+        if shard.shape != grad_shard.shape and shard.numel() + grad_shard.numel():  # wrappers give empty shards other shapes
+            raise GradientError(
+                f"{name}: this rank holds {tuple(shard.shape)}, of the gradient {tuple(grad_shard.shape)}, although both have "
+                "the same placements: cut the gradient like the parameter."
+            )
         return
     if sharded is None or gradient is None:
         kinds = ("DTensor", "plain tensor") if gradient is None else ("plain tensor", "DTensor")

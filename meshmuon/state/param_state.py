@@ -159,27 +159,19 @@ def _is_plain(value: Any) -> bool:
 
 def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
     """Raises StateError if the state of a parameter no longer fits it, before a step writes anything."""
-    use_muon, shapes = param_group["use_muon"], shapes_of(name, param, param_group)
-    for key, shape in shapes.items():
+    for key, shape in shapes_of(name, param, param_group).items():
         value = param_state.get(key)
         if value is None:
             continue
         check_kind(name, key, value, shape)
         if key in ("step", COUNTER):  # without the number of steps: reading it may wait for a device
             continue
-        if value.shape != shape or value.device != param.device:
+        same_dtype = param_group["use_muon"] or value.dtype == param.dtype
+        if value.shape != shape or value.device != param.device or not same_placement(param, value) or not same_dtype:
+            now, then = (f"{tuple(tensor.shape)} in {tensor.dtype} on {layout_text(name, tensor)}" for tensor in (param, value))
             raise StateError(
-                f"{name} is now {tuple(param.shape)} on {param.device}, its {key} is {tuple(value.shape)} on {value.device}. "
-                "Build a new optimizer after changing the shape or the device of parameters."
-            )
-        if not same_placement(param, value):
-            raise StateError(
-                f"{name} now lies on its mesh as {layout_text(name, param)}, its {key} as {layout_text(name, value)}. Build a "
-                "new optimizer after resharding parameters, and load the state of the old optimizer into it."
-            )
-        if not use_muon and value.dtype != param.dtype:
-            raise StateError(
-                f"{name} is now {param.dtype}, its {key} is {value.dtype}. Build a new optimizer after changing dtypes."
+                f"{name} is now {now}, its {key} is {then}. Build a new optimizer after resharding or converting parameters, and "
+                "load the state of the old optimizer into it."
             )
 
 

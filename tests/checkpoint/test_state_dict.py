@@ -212,8 +212,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ),
     ("no count", with_entry(3, "step", torch.zeros(5)), r"norms\.0\.weight: its saved step is a tensor of shape \(5,\)"),
     ("no dtype", with_option("momentum_dtype", "float23"), r"momentum_dtype='float23', which is no dtype of torch"),
-    ("no groups", lambda saved: saved.pop("param_groups"), r'not the state_dict of an optimizer: it has no "param_groups"'),
-    ("a model's", lambda saved: saved.pop("state"), r'it has no "state"; its keys are \[\'param_groups\'\]'),
+    ("no groups", lambda saved: saved.pop("param_groups"), r'not the state_dict of an optimizer.*: it has "state" \(dict\)'),
+    ("a model's", lambda saved: saved.pop("state"), r'not the state_dict of an optimizer.*: it has "param_groups" \(list\)'),
 ]
 
 

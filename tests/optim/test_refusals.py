@@ -117,7 +117,7 @@ def test_elements_that_share_an_address(memory: str, use_muon: bool) -> None:
     ("options", "message"),
     [
         ({"lr": -1e-3}, r"group 0: lr=-0\.001 must be at least 0"),
-        ({"lr": torch.tensor([1e-3, 1e-3])}, "group 0: lr is a tensor of 2 elements; it must have one"),
+        ({"lr": torch.tensor([1e-3, 1e-3])}, "group 0: lr is a tensor of 2 elements .*; it must have one"),
         ({"momentum": 1.0}, r"group 0: momentum=1\.0 must be in \[0, 1\)"),
         ({"adamw_betas": (1.0, 0.95)}, r"Muon: adamw_betas\[0\]=1\.0 must be in \[0, 1\)"),
         ({"scheme": [(1.0, 2.0, 3.0)] * 2}, r"the scheme has 2 steps but ns_steps=5. Pass ns_steps=2"),
@@ -236,7 +236,7 @@ def test_momentum_that_lies_elsewhere(mesh: Any) -> None:
     optimizer.state[again] = optimizer.state.pop(param)
     collector = Collector(lambda param: None)
     collector.inspect(optimizer.param_groups, KeptError())
-    with pytest.raises(StateError, match=r"now lies on its mesh as cpu \[S\(0\)\] on 2, its momentum_buffer as cpu \[R\] on 2"):
+    with pytest.raises(StateError, match=r"float32 on cpu \[S\(0\)\] on 2, its momentum_buffer is .* on cpu \[R\] on 2\."):
         collector.check(optimizer.param_groups, optimizer.state)
 
 
