@@ -90,12 +90,9 @@ class DistMuon(Muon):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group of plain weights. The next step plans with it."""
         super().add_param_group(param_group)
-        try:
-            for name, param in named_params(self._groups[-1:]):
-                _check_plain(name, param)
-        except UnsupportedError:
+        if (error := _first_sharded(named_params(self._groups[-1:]))) is not None:
             self.param_groups.pop()
-            raise
+            raise error
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state. Refuses while only other ranks have some of the momentum: call ``consolidate()`` first."""
@@ -175,12 +172,8 @@ class DistMuon(Muon):
                     "optimizer.consolidate() on every rank before setting replica_group or copying the optimizer, or load a "
                     "state_dict."
                 )
-            try:
-                for record in params:
-                    _check_plain(record.name, record.param)
-            except UnsupportedError as error:
-                return error
-        elif self._divided:
+            return _first_sharded((record.name, record.param) for record in params)
+        if self._divided:
             return UnsupportedError(
                 "this copy of a DistMuon has no process group, and its gradients would not be averaged: set "
                 "optimizer.replica_group, for example to torch.distributed.group.WORLD."
@@ -229,9 +222,11 @@ class DistMuon(Muon):
         return averaged(gradients, group) if isinstance(group, dist.ProcessGroup) else gradients
 
 
-def _check_plain(name: str, param: Tensor) -> None:
-    if as_dtensor(param) is not None:
-        raise UnsupportedError(f"{name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead.")
+def _first_sharded(params: Iterable[tuple[str, Tensor]]) -> UnsupportedError | None:
+    """The error for the first of (name, parameter) pairs that is no plain weight."""
+    name = next((name for name, param in params if as_dtensor(param) is not None), None)
+    text = f"{name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead."
+    return None if name is None else UnsupportedError(text)
 
 
 def _kinds(state: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
