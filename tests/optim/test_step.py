@@ -10,17 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import DistMuon, Muon, get_default_muon_param_groups
-from tests.support.reference import (
-    LR,
-    assert_same_bits,
-    copies,
-    gradients,
-    group,
-    make_params,
-    muon,
-    run,
-    set_gradients,
-)
+from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
 
 
 def mixed(**options: Any) -> tuple[list[nn.Parameter], Muon]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import ConfigError, Muon, RoutingWarning, StateError
-from meshmuon.checkpoint import convert_torch_state
 from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
 
 COUNTER = "rounding_counter"
@@ -51,17 +50,6 @@ def test_every_parameter_counts_its_steps_with_a_key_of_its_own() -> None:
     run(other, again, range(3))
     assert_same_bits(again, params)
     assert [int(other.state[param][COUNTER][0]) for param in again] == keys
-
-
-def test_other_names_give_other_bits() -> None:
-    found = []
-    for prefix in ("a", "b"):
-        params = make_params((30, 40), dtype=HALF)
-        optimizer = Muon([group(params, prefix=prefix)], lr=LR, rounding="stochastic")
-        run(optimizer, params, range(1))
-        found.append(params[0].detach())
-    different = float((found[0] != found[1]).float().mean())
-    assert 0.2 < different < 0.5  # a third of all pairs of roundings of a random number
 
 
 def test_what_is_not_stepped_is_not_counted() -> None:
@@ -176,22 +164,6 @@ def test_other_dtypes_are_rounded_as_ever() -> None:
     optimizer = build(mixed)  # no warning
     run(optimizer, mixed, range(1))
     assert [COUNTER in optimizer.state[param] for param in mixed] == [True, False, False, False, True]
-
-
-def test_torch_states_are_converted() -> None:
-    theirs = make_params((6, 8), (5,), dtype=HALF)
-    muon = torch.optim.Muon([("layers.0.weight", theirs[0])], lr=LR)
-    plain = torch.optim.AdamW([("norms.0.weight", theirs[1])], lr=LR)
-    set_gradients(theirs, gradients(theirs, 0))
-    muon.step()
-    plain.step()
-    params = copies(theirs)
-    optimizer = Muon(
-        [group(params[:1]), group(params[1:], use_muon=False, prefix="norms")], lr=LR, rounding="stochastic", none_grad=False
-    )
-    optimizer.load_state_dict(convert_torch_state(optimizer, muon.state_dict(), plain.state_dict()))
-    run(optimizer, params, range(1, 2))
-    assert counts(optimizer, params) == [1, 1]
 
 
 # AdamW.

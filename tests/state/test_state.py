@@ -81,28 +81,6 @@ def test_an_interleaved_split_is_stored_as_plain_numbers() -> None:
     assert_same_bits(twins, params)
 
 
-@pytest.mark.parametrize("saved_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_momentum_dtype_survives_loading(saved_dtype: torch.dtype) -> None:
-    """torch casts loaded state to the parameter's dtype; momentum keeps the one it was saved in, bit for bit."""
-    params = make_params((8, 12), (6, 4), dtype=torch.bfloat16)
-    optimizer = muon(params, momentum_dtype=saved_dtype)
-    run(optimizer, params, range(3))
-    twins = copies(params)
-    fresh = muon(twins)
-    saved = through_disk(optimizer.state_dict())
-    kept = copy.deepcopy(saved)
-    fresh.load_state_dict(saved)
-    for twin, param in zip(twins, params, strict=True):
-        assert_same_bits([fresh.state[twin]["momentum_buffer"]], [optimizer.state[param]["momentum_buffer"]])
-    assert fresh.param_groups[0]["momentum_dtype"] == saved_dtype
-    run(optimizer, params, [3])
-    run(fresh, twins, [3])
-    assert_same_bits(twins, params)
-    if saved_dtype == torch.float32:  # what torch does not cast, it takes as it is
-        for entry, before in zip(saved["state"].values(), kept["state"].values(), strict=True):
-            assert_same_bits(entry.values(), before.values())
-
-
 def test_options_unknown_to_the_saving_version_stay() -> None:
     params = make_params((8, 12))
     optimizer = muon(params, momentum=0.7)
