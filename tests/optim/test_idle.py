@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from meshmuon import Muon
-from meshmuon.agree import local_planner, planned_set
+from meshmuon.agree import local_planner
 from meshmuon.execute import Executor
 from tests.support.reference import polar_factor
 from tests.support.tensors import bits, seeded
@@ -164,19 +164,6 @@ def test_nothing_is_planned_or_prepared_again(options: dict[str, Any], monkeypat
     assert all(step_params is made[1] for step_params in made[1:])  # the first step has created state
 
 
-def test_a_first_gradient_is_planned_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = Counts(monkeypatch)
-    optimizer = build()
-    everyone = ALL
-    late, other = [k != 8 for k in range(len(SHAPES))], [k > 1 for k in range(len(SHAPES))]
-    sizes = []
-    for step, flags in enumerate([late, other, late, other, everyone, late]):
-        give(optimizer, step, flags).step()
-        sizes.append(len(optimizer.plan().params))
-    assert counts.plans == counts.prepares == 2
-    assert sizes == [11, 12, 12, 12, 12, 12]  # qkv counts three times; ``other`` brings number 8
-
-
 def test_a_batch_without_gradients_is_not_computed() -> None:
     """And idle places of other batches show a user's scheme nothing that it would not see anyway."""
     seen: list[Tensor] = []
@@ -301,18 +288,6 @@ def test_a_step_that_is_skipped_counts_for_nothing() -> None:
     give(optimizer, 2, [k < 4 for k in range(len(SHAPES))]).step()
     assert len(optimizer.plan().params) == 5
     assert params_of(optimizer)[8] not in optimizer.state
-
-
-@pytest.mark.parametrize("worth", [True, False])
-def test_a_long_idle_part_of_the_plan_is_left_out(worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_set, "LONG_IDLE_STEPS", 4)
-    monkeypatch.setattr(planned_set, "IDLE_SHARE", 0.1 if worth else 0.99)
-    counts = Counts(monkeypatch)
-    idle = [k not in (0, 5, 7, 12) for k in range(len(SHAPES))]
-    active = [ALL, *[idle] * 7, ALL, *[idle] * 2]
-    run(active, anew=False, rule="normuon")
-    assert counts.prepares == counts.plans == (3 if worth else 1)
-    assert_as_anew(active, rule="normuon")
 
 
 def test_clipped_heads_of_idle_weights() -> None:
