@@ -299,6 +299,8 @@ def test_hooks_of_state_dict(kind: type[Adapted], name: str) -> None:
     first.remove()
     optimizer.register_state_dict_pre_hook(leave_a_mark)
     assert optimizer.state_dict()["state"]["test"] == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state["test"] == 1  # type: ignore[index, comparison-overlap]
     optimizer.register_state_dict_post_hook(take_the_mark)
     again = optimizer.state_dict()
     assert again["marked"] is True

@@ -218,16 +218,6 @@ def test_a_rule_that_cannot_be_hashed_is_refused() -> None:
         optimizer_for([nn.Parameter(torch.zeros(3, 3))], rule=Loose())
 
 
-def test_a_checkpoint_s_rule_holds_and_is_told() -> None:
-    params = [nn.Parameter(draw((4, 3), 0)) for _ in range(2)]
-    plain, other = optimizer_for([params[0]]), optimizer_for([params[1]], rule="normuon")
-    params[0].grad = draw((4, 3), 1)
-    plain.step()
-    with pytest.warns(UserWarning, match=r"0\.experts.*saved with rule='plain'.*built with 'normuon'"):
-        other.load_state_dict(plain.state_dict())
-    assert other.param_groups[0]["rule"] == "plain"
-
-
 def test_a_beta_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match="beta2=1"):
         NorMuon(beta2=1.0)
