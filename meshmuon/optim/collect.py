@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ States = Mapping[Tensor, dict[str, Any]]
 class Collector:
     """Looks at parameters, options, gradients and state. What has not changed since the last step is not looked at again.
 
-    A step calls ``inspect`` and then ``check``. ``comm_dtype`` tells in which dtype a parameter travels, or None for the default.
+    A step calls ``inspect`` and then ``check``. Parameters travel in ``comm_dtype``, None for the default, or in their own dtype.
 
     Attributes:
         records: all parameters, param group by param group.
@@ -39,13 +39,13 @@ class Collector:
         without_state: those of them that had a gradient at the last check.
     """
 
-    def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
+    def __init__(self, comm_dtype: torch.dtype | None, *, in_own_dtype: bool = False) -> None:
         self.records: tuple[ParamRecord, ...] = ()
         self.gpu: torch.device | None = None
         self.has_grad: tuple[bool, ...] = ()
         self.lacking_state: list[ParamIndex] = []
         self.without_state: tuple[ParamIndex, ...] = ()
-        self._comm_dtype = comm_dtype
+        self._comm_dtype, self._in_own_dtype = comm_dtype, in_own_dtype
         self._recipes: list[GroupRecipe] = []
         self._snapshot: Snapshot | None = None
         # For ``check_overflow``: group index, outputs and inputs of a matrix (None for AdamW), largest number of its dtype.
@@ -87,12 +87,13 @@ class Collector:
                     )
                 )
             for name, param in zip(group["param_names"], group["params"], strict=False):
-                record = ParamRecord.of(name, param, index, group, GroupRecipe(), self._comm_dtype(param))
+                comm_dtype = param.dtype if self._in_own_dtype else self._comm_dtype
+                record = ParamRecord.of(name, param, index, group, GroupRecipe(), comm_dtype)
                 with failure:
                     check_cuts(name, param)
                     check_memory(name, param)
                     check_rounding(name, param, recipe.rounding)
-                    record = ParamRecord.of(name, param, index, group, recipe, self._comm_dtype(param))
+                    record = ParamRecord.of(name, param, index, group, recipe, comm_dtype)
                 records.append(record)
         self.records = tuple(records)
         self.gpu = next((record.work_device for record in records if record.work_device.type == "cuda"), None)

@@ -180,10 +180,6 @@ class DistMuon(Muon):
             )
         return None
 
-    def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:
-        """Gradients and weights travel in their own dtype."""
-        return super()._wire_dtype() if self._replica_group is None else lambda param: param.dtype
-
     def _params_of(self, step: StepContext, keeps: Callable[[PartIndex], bool] = lambda part: True) -> list[StepParam]:
         if self.replica_group is None:
             return super()._params_of(step)

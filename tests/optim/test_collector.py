@@ -49,7 +49,7 @@ def step(optimizer: Muon, number: int, late: Late | None = None, *, forgets: boo
     if late is not None:
         late(first(optimizer))
     if forgets:
-        optimizer._collector, optimizer._step_params = Collector(optimizer._wire_dtype()), StepParams()
+        optimizer._collector, optimizer._step_params = Collector(optimizer._comm_dtype), StepParams()
     try:
         optimizer.step()
     except MeshmuonError as error:

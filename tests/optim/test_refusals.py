@@ -234,7 +234,7 @@ def test_momentum_that_lies_elsewhere(mesh: Any) -> None:
     again.grad = torch.ones_like(again)
     optimizer.param_groups[0]["params"][0] = again
     optimizer.state[again] = optimizer.state.pop(param)
-    collector = Collector(lambda param: None)
+    collector = Collector(None)
     collector.inspect(optimizer.param_groups, KeptError())
     with pytest.raises(StateError, match=r"float32 on cpu \[S\(0\)\] on 2, its momentum_buffer is .* on cpu \[R\] on 2\."):
         collector.check(optimizer.param_groups, optimizer.state)
