@@ -16,7 +16,7 @@ from ..execute import StepParam, window_of
 from ..matrices import MatrixSet
 from ..params.checks import check_replica_group
 from ..params.dtensors import as_dtensor
-from ..params.param_record import ParamIndex, ParamRecord, named_params
+from ..params.param_record import ParamRecord, named_params
 from ..plan import PartIndex, Plan
 from ..state.param_state import MOMENTUM, RULE_STATE
 from ..transport import all_gather_objects, averaged, broadcast, turn_of
@@ -157,9 +157,6 @@ class DistMuon(Muon):
     @property
     def _averages_gradients(self) -> bool:
         return self._replica_group is not None
-
-    def _without_state(self, params: Sequence[ParamRecord]) -> Sequence[ParamIndex]:
-        return [k for k in super()._without_state(params) if self._keeps(params[k])]
 
     def _keeps(self, record: ParamRecord) -> bool:
         return self._complete or not record.param_group["use_muon"] or record.param in self._kept
