@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from meshmuon import ConfigError, Muon, RoutingWarning, StateError
 from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
+from tests.support.tensors import through_disk
 
 COUNTER = "rounding_counter"
 SHAPES = ((8, 12), (12, 8), (3, 6, 4), (5,), (7, 2))
@@ -27,14 +27,6 @@ def build(params: Sequence[Tensor], **options: Any) -> Muon:
 
 def counts(optimizer: Muon, params: Sequence[Tensor]) -> list[int]:
     return [int(optimizer.state[param][COUNTER][1]) for param in params]
-
-
-def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 def test_every_parameter_counts_its_steps_with_a_key_of_its_own() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from meshmuon import Interleaved, Muon, StateError, keller
 from tests.support.reference import KELLER, LR, assert_same_bits, copies, group, make_params, muon, run, run_alike
+from tests.support.tensors import through_disk
 
 SHAPES = ((8, 12), (12, 8), (8, 12), (3, 6, 4), (5,), (7, 2))
 
@@ -22,14 +22,6 @@ def build(params: Sequence[Tensor], **options: Any) -> Muon:
     """Matrices and experts in Muon, the last two parameters in AdamW."""
     written = [group(params[:4], prefix="experts", expert_keys=["experts"]), group(params[4:], use_muon=False, prefix="norms")]
     return Muon(written, **{"lr": LR, **options})
-
-
-def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 OPTIONS: list[dict[str, Any]] = [
