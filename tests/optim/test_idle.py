@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from meshmuon import Muon
 from meshmuon.agree import local_planner
-from meshmuon.execute import Executor
 from tests.support.reference import polar_factor
 from tests.support.tensors import bits, seeded
 
@@ -65,25 +65,6 @@ def assert_held(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor
 def patterns(steps: int, seed: int, share: float = 0.4) -> list[list[bool]]:
     chooser = random.Random(seed)
     return [ALL, *([chooser.random() > share for _ in SHAPES] for _ in range(steps - 1))]
-
-
-class Counts:
-    """How often anything was planned and prepared."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plans = self.prepares = 0
-        make_plan, prepare = local_planner.make_plan, Executor.prepare
-
-        def planned(*arguments: Any) -> Any:
-            self.plans += 1
-            return make_plan(*arguments)
-
-        def prepared(*arguments: Any) -> None:
-            self.prepares += 1
-            prepare(*arguments)
-
-        monkeypatch.setattr(local_planner, "make_plan", planned)
-        monkeypatch.setattr(Executor, "prepare", prepared)
 
 
 def run(
@@ -148,16 +129,19 @@ def test_any_pattern(active: list[list[bool]], remembers: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"rule": "normuon"}, {"chunk_size": 1}], ids=str)
-def test_nothing_is_planned_or_prepared_again(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = Counts(monkeypatch)
+def test_nothing_is_planned_or_prepared_again(options: dict[str, Any]) -> None:
     optimizer = build(**options)
     plans, sizes, made = [], [], []
-    for step, flags in enumerate([*patterns(8, seed=1), [False] * len(SHAPES)]):
-        give(optimizer, step, flags).step()
-        plans.append(optimizer.plan())
-        sizes.append(optimizer.workspace_bytes())
-        made.append(optimizer._step_params._cached)
-    assert counts.plans == counts.prepares == 1
+    with (
+        patch.object(local_planner, "make_plan", wraps=local_planner.make_plan) as planned,
+        patch.object(optimizer._executor, "prepare", wraps=optimizer._executor.prepare) as prepared,
+    ):
+        for step, flags in enumerate([*patterns(8, seed=1), [False] * len(SHAPES)]):
+            give(optimizer, step, flags).step()
+            plans.append(optimizer.plan())
+            sizes.append(optimizer.workspace_bytes())
+            made.append(optimizer._step_params._cached)
+    assert planned.call_count == prepared.call_count == 1
     assert all(plan is plans[0] for plan in plans)
     assert set(sizes) == {sizes[0]}
     assert made[0]
