@@ -6,11 +6,13 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import Muon
+from meshmuon.errors import MeshmuonError
 
 
 def seeded(shape: Sequence[int], seed: int) -> Tensor:
@@ -76,3 +78,18 @@ def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=True)
     return loaded
+
+
+def refused(optimizer: Muon) -> str:
+    """The error that a step raises, with its class: ``"PlanMismatchError: …"``. It must have written nothing."""
+    before = everything(optimizer)
+    with pytest.raises(MeshmuonError) as caught:
+        optimizer.step()
+    assert_untouched(optimizer, before)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def one_text(texts: Sequence[str]) -> str:
+    """What all ranks have said."""
+    assert len(set(texts)) == 1, texts
+    return texts[0]
