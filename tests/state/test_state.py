@@ -104,6 +104,24 @@ def test_copies_are_independent_and_go_on_alike(way: str) -> None:
     assert str(twin.routing_table()) == str(optimizer.routing_table())
 
 
+def test_loading_hooks_may_adapt_a_foreign_state() -> None:
+    """As in torch: a pre-hook sees the state first, so what it repairs is not refused."""
+    params = make_params((8, 12))
+    optimizer = muon(params, momentum_dtype=torch.float32)
+    run(optimizer, params, [0])
+    foreign = copy.deepcopy(optimizer.state_dict())
+    foreign["state"] = {0: {"buf": foreign["state"][0]["momentum_buffer"]}}
+    fresh = muon(copies(params))
+
+    def rename(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "state": {key: {"momentum_buffer": entry["buf"]} for key, entry in state_dict["state"].items()}}
+
+    fresh.register_load_state_dict_pre_hook(rename)
+    fresh.load_state_dict(foreign)
+    (state,) = fresh.state.values()
+    assert_same_bits([state["momentum_buffer"]], [foreign["state"][0]["buf"]])
+
+
 def test_a_refused_state_leaves_no_hook_behind() -> None:
     """The check runs as the last hook of one loading; a second loading is checked afresh, once."""
     params = make_params((8, 12))
