@@ -141,8 +141,6 @@ def test_local_parts_and_specs() -> None:
         assert torch_compat.spec_of(tensor.redistribute(placements=[Shard(0), Replicate()])) != spec
         facts = torch_compat.SHARD_METADATA(tensor)
         assert facts == (torch.Size((8, 6)), torch.float32, tensor.device, spec, torch.Size((2, 6)))
-        kinds = (DTensor, torch.Size((8, 6)), torch.float32, spec, torch.Size((2, 6)), torch.strided)
-        assert torch_compat.SHARD_GRADIENT_METADATA(tensor) == kinds
 
     tensors(cut=look)
     plain = torch.zeros(3)

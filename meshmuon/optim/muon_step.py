@@ -176,7 +176,7 @@ class MuonStep(torch.optim.Optimizer):
             has_work=step.has_work,
             activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.records, step.has_grad),
             hyperparameters=hyperparameters,
-            without_state=self._without_state(step.records),
+            without_state=[k for k in self._collector.without_state if self._keeps(step.records[k])],
             presence=StatePresence(step.records, self.state, self._keeps),
         )
         expected = self._planner.propose(status)
@@ -325,10 +325,6 @@ class MuonStep(torch.optim.Optimizer):
     def _misuse(self, params: Sequence[ParamRecord]) -> Exception | None:
         """Why this kind of optimizer cannot step these parameters; None if it can."""
         return None
-
-    def _without_state(self, params: Sequence[ParamRecord]) -> Sequence[ParamIndex]:
-        """The parameters whose state this rank would start at zero."""
-        return self._collector.without_state
 
     def _keeps(self, record: ParamRecord) -> bool:
         """Whether this rank keeps the state of a parameter."""

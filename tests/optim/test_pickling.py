@@ -96,13 +96,3 @@ def dump(value, file):
         else:
             with pytest.raises(ConfigError, match=FIX):
                 module["dump"](optimizer, file)
-
-
-def test_a_state_dict_needs_no_functions() -> None:
-    params = make_params((4, 4))
-    optimizer = Muon([group(params)], lr=LR, adjust_lr_fn=lambda rows, cols: 0.1 * rows)
-    set_gradients(params, gradients(params, 0))
-    optimizer.step()
-    stored = pickle.dumps(optimizer.state_dict())
-    optimizer.load_state_dict(pickle.loads(stored))
-    assert optimizer.param_groups[0]["adjust_lr_fn"](3, 4) == pytest.approx(0.3)
