@@ -334,66 +334,38 @@ def cpu_info() -> dict[str, str]:
 
 
 class Hardware:
-    """The devices of one type that this process sees; it serves reports and measurements, not steps.
+    """The devices of one type that this process sees, through torch's module for it, such as ``torch.cuda`` or ``torch.cpu``.
 
-    The CPU is one device, which is done with everything when a call returns.
+    It serves reports and measurements, not steps. Modules differ in what they offer.
     """
-
-    def count(self) -> int:
-        """How many there are."""
-        return 1
-
-    def use(self, device: torch.device) -> None:
-        """Makes ``device`` the current one of its type."""
-
-    def finish(self, device: torch.device) -> None:
-        """Returns once ``device`` has done all that it was given."""
-
-    def runs_now(self, device: torch.device) -> bool:
-        """Whether ``device`` runs what it is given now. What is captured as a graph is not run, and cannot be timed."""
-        return True
-
-    def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
-        """How long ``device`` takes for ``work``, which is given to it on the current stream."""
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-
-    def name(self, device: torch.device) -> str:
-        """What the vendor calls it."""
-        return cpu_info().get("model name") or platform.machine()
-
-    def details(self, device: torch.device) -> str:
-        """Its memory and architecture, as far as torch tells; may be empty."""
-        threads = torch.get_num_threads()
-        return f"{threads} {'thread' if threads == 1 else 'threads'} per rank"
-
-    def peers(self) -> tuple[int, int] | None:
-        """How many pairs of devices reach each other's memory, and how many pairs there are; None if torch cannot tell."""
-        return None
-
-
-class AcceleratorHardware(Hardware):
-    """Devices of any other type, through torch's module for it, such as ``torch.cuda``; modules differ in what they offer."""
 
     def __init__(self, device_type: str) -> None:
         self._module = torch.get_device_module(device_type)
+        self._is_cpu = device_type == "cpu"
 
     def count(self) -> int:
         return int(self._module.device_count())
 
     def use(self, device: torch.device) -> None:
+        """Makes ``device`` the current one of its type."""
         if hasattr(self._module, "set_device"):
             self._module.set_device(device)
 
     def finish(self, device: torch.device) -> None:
+        """Returns once ``device`` has done all that it was given."""
         self._module.synchronize(device)
 
     def runs_now(self, device: torch.device) -> bool:
+        """Whether ``device`` runs what it is given now. What is captured as a graph is not run, and cannot be timed."""
         capturing = getattr(self._module, "is_current_stream_capturing", None)
         return capturing is None or not capturing()
 
     def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
+        """How long ``device`` takes for ``work``, which is given to it on the current stream."""
+        if self._is_cpu:
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
         # Events, because waiting for the whole device would wait for exchanges of other streams, too.
         begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -404,9 +376,16 @@ class AcceleratorHardware(Hardware):
 
     @lru_cache(maxsize=64)  # noqa: B019 - one object per type of device, kept for the life of the process
     def name(self, device: torch.device) -> str:
+        """What the vendor calls it."""
+        if self._is_cpu:
+            return cpu_info().get("model name") or platform.machine()
         return str(self._module.get_device_name(device)) if hasattr(self._module, "get_device_name") else str(device)
 
     def details(self, device: torch.device) -> str:
+        """Its memory and architecture, as far as torch tells; may be empty."""
+        if self._is_cpu:
+            threads = torch.get_num_threads()
+            return f"{threads} {'thread' if threads == 1 else 'threads'} per rank"
         if not hasattr(self._module, "get_device_properties"):
             return ""
         properties = self._module.get_device_properties(device)
@@ -416,6 +395,7 @@ class AcceleratorHardware(Hardware):
         return ", ".join(texts)
 
     def peers(self) -> tuple[int, int] | None:
+        """How many pairs of devices reach each other's memory, and how many pairs there are; None if torch cannot tell."""
         if not hasattr(self._module, "can_device_access_peer"):
             return None
         pairs = [(i, j) for i in range(self.count()) for j in range(self.count()) if i != j]
@@ -424,7 +404,7 @@ class AcceleratorHardware(Hardware):
 
 @lru_cache(maxsize=8)
 def _hardware(device_type: str) -> Hardware:
-    return Hardware() if device_type == "cpu" else AcceleratorHardware(device_type)
+    return Hardware(device_type)
 
 
 def hardware_of(device: torch.device) -> Hardware:

@@ -27,7 +27,7 @@ from meshmuon.ortho import (
     zolotarev,
 )
 from meshmuon.ortho.blocks import _simulate, choose_blocks, is_safe, standard_blocks, worst_error
-from meshmuon.ortho.kernels.inverse import ShiftedInverses, inverse_scratch, plain_inverses
+from meshmuon.ortho.kernels.inverse import ShiftedInverses, inverse_work, plain_inverses
 from meshmuon.ortho.kernels.products import BlockedProducts
 from meshmuon.ortho.rational import HYBRID_STEP, halley_step, zolotarev_step
 from meshmuon.ortho.workspace import aligned_matrices
@@ -153,7 +153,7 @@ def factor_of(gram: Tensor, step: Rational) -> Tensor:
         return buffers.setdefault(name, aligned_matrices((1, rows, cols), gram.dtype, gram.device)[0].fill_(math.nan))
 
     inverses = ShiftedInverses(gram.size(1), take)
-    assert sum(buffer.numel() for buffer in buffers.values()) == inverse_scratch(gram.size(1))
+    assert sum(buffer.numel() for buffer in buffers.values()) == inverse_work(gram.size(1)).scratch
     return BlockedProducts().inverses(gram, step, torch.empty_like(gram), lambda: inverses)
 
 
