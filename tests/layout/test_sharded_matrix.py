@@ -74,17 +74,6 @@ def test_a_piece_is_the_local_block(parameter: tuple[Case, int]) -> None:
 
 @thorough
 @given(parameters)
-def test_pieces_tile_the_matrix(parameter: tuple[Case, int]) -> None:
-    case, stack_dims = parameter
-    whole = matrix(case, stack_dims)
-    for sharded in shard_matrices(case.layout, stack_dims):
-        assert all(piece.size for piece in sharded.pieces)
-        elements = [select(whole, (piece.rows, piece.cols)).flatten() for piece in sharded.pieces]
-        assert torch.equal(torch.cat([*elements, whole[:0].flatten()]).sort().values, whole.flatten())
-
-
-@thorough
-@given(parameters)
 def test_a_replica_is_a_full_copy(parameter: tuple[Case, int]) -> None:
     case, stack_dims = parameter
     layout, whole = case.layout, matrix(case, stack_dims)
