@@ -59,7 +59,6 @@ class ShardedMatrix:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each piece."""
         return tuple(piece.size for piece in self.pieces)
 
     def piece_of(self, rank: int) -> Piece | None:
@@ -79,7 +78,6 @@ class ShardedMatrix:
 
     @cached_property
     def separate_replicas(self) -> tuple[ShardedMatrix, ...]:
-        """Each replica as a separate sharded matrix."""
         if self.replicas == 1:
             return (self,)
         return tuple(

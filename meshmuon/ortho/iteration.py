@@ -90,7 +90,6 @@ class Scratch:
         return self._workspace.take(name, (size,), dtype, self._device)
 
     def square(self, name: str) -> Tensor:
-        """A (count, n, n) buffer."""
         return self._take(name, self._n, self._n)
 
     def _take(self, name: str, rows: int, cols: int) -> Tensor:

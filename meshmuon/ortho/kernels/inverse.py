@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class ShiftedInverses:
             self._shifted[n:].zero_().diagonal(n).fill_(1.0)
         self._shifted[:n, :n].copy_(gram).diagonal().add_(pole)
 
-    def _factor(self, low: int, high: int) -> Iterator[partial[object]]:
+    def _factor(self, low: int, high: int) -> Iterator[partial[Any]]:
         """The calls that turn A[low:high, low:high] into W[low:high, low:high]; A is overwritten."""
         a, w = self._shifted, self._inverse_factor
         if high == low:  # parameters without elements

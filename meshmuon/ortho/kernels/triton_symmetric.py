@@ -29,12 +29,12 @@ from ...torch_compat import tf32_allowed
 from .tilings import CANDIDATES, ProductKind, Tiling, default_tiling, tuner_for
 
 
-def _jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any]) -> Any:
     # triton.jit carries no types; this one place says so to the type checker.
     return triton.jit(function)
 
 
-@_jit
+@jit
 def _triangle_root(index: tl.tensor) -> tl.tensor:
     # The largest c with c * (c + 1) / 2 <= index. Next to a triangular number a root in single precision can
     # fall on the wrong side (and the device's root is approximate), so integers have the last word.
@@ -44,7 +44,7 @@ def _triangle_root(index: tl.tensor) -> tl.tensor:
     return root
 
 
-@_jit
+@jit
 def _tile_position(index: tl.tensor, tiles: tl.tensor, strip: tl.constexpr) -> tl.tensor:
     # Counts the tiles of the upper triangle strip by strip, a strip being `strip` neighbouring columns. The
     # columns before column c hold c * (c + 1) / 2 tiles, so a triangular root tells an index's strip. A strip
@@ -62,7 +62,7 @@ def _tile_position(index: tl.tensor, tiles: tl.tensor, strip: tl.constexpr) -> t
     return row, column
 
 
-@_jit
+@jit
 def _symmetric_kernel(
     a: tl.tensor,
     b: tl.tensor,
