@@ -146,24 +146,6 @@ def test_the_random_parameters_are_of_every_kind() -> None:
     assert sum(not sharded.size for *_, sharded in flat) > 40
 
 
-def test_a_convolution() -> None:
-    """Input channels cut in two: each rank's columns are one range, as the kernel's dims come after."""
-    layout = Layout((4, 4, 2, 2), Mesh((2, 2), (0, 1, 2, 3)), (Sharded(0), Sharded(1)))
-    (sharded,) = shard_matrices(layout, 0)
-    assert (sharded.rows, sharded.cols) == (4, 16)
-    assert sharded.pieces == (
-        Piece(((0, 2),), ((0, 8),), (0,)),
-        Piece(((0, 2),), ((8, 16),), (1,)),
-        Piece(((2, 4),), ((0, 8),), (2,)),
-        Piece(((2, 4),), ((8, 16),), (3,)),
-    )
-
-
-def test_a_convolution_cut_in_its_kernel() -> None:
-    (sharded,) = shard_matrices(Layout((1, 2, 3, 2), Mesh((2,), (0, 1)), (Sharded(2),)), 0)
-    assert [piece.cols for piece in sharded.pieces] == [((0, 4), (6, 10)), ((4, 6), (10, 12))]
-
-
 def thousands(*shape: int) -> Mesh:
     assert math.prod(shape) == 2048
     return Mesh(shape, tuple(range(2048)))
