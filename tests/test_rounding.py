@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,8 @@ REDUCTIONS = {"sum", "linalg_vector_norm"}
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda count: f"{count} threads")
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request: pytest.FixtureRequest) -> None:
+    torch.set_num_threads(request.param)  # another fixture puts it back
 
 
 class Recorder(TorchDispatchMode):
@@ -153,7 +150,7 @@ ONE_ROUNDING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", ONE_ROUNDING)
-def test_operations_that_round_once(name: str, dtype: torch.dtype, threads: int) -> None:
+def test_operations_that_round_once(name: str, dtype: torch.dtype, threads: None) -> None:
     operation, total = ONE_ROUNDING[name], 70_001  # more than torch gives to one thread
     a, b = (torch.randn(total, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))
     whole, sizes = operation(a, b), pieces_of(total)
@@ -163,7 +160,7 @@ def test_operations_that_round_once(name: str, dtype: torch.dtype, threads: int)
 
 @pytest.mark.parametrize("hostile", [False, True])
 @pytest.mark.parametrize("dtypes", [(p, g, m) for p in FLOATS for g in (p, torch.float32) for m in (p, torch.float32)], ids=str)
-def test_momentum_look_ahead_and_update(dtypes: tuple[torch.dtype, ...], hostile: bool, threads: int) -> None:
+def test_momentum_look_ahead_and_update(dtypes: tuple[torch.dtype, ...], hostile: bool, threads: None) -> None:
     """The three elementwise parts of a step on a whole tensor and on pieces of it."""
     total = 40_009
     wide = torch.float64 if dtypes[0] == torch.float64 else torch.float32
@@ -192,7 +189,7 @@ def test_a_trial_sees_a_machine_that_rounds_by_place() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(9, 17), (16, 16), (1, 33), (33, 1), (40, 100)], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-def test_reductions_see_one_matrix(shape: tuple[int, int], dtype: torch.dtype, turned: bool, threads: int) -> None:
+def test_reductions_see_one_matrix(shape: tuple[int, int], dtype: torch.dtype, turned: bool, threads: None) -> None:
     """Sums over a diagonal, norms of rows, sums over outputs: alone as in company, at any address."""
     batch = aligned_matrices((7, *shape), dtype, torch.device("cpu"))
     batch.copy_(torch.randn(7, *shape, generator=torch.Generator().manual_seed(3)))
