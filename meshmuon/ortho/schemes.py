@@ -82,13 +82,11 @@ def _check_quintic(name: str, step: Any) -> None:
 def _check_rational(name: str, step: Rational) -> None:
     constant, poles, weights, linear, quadratic = step
     values = (constant, *poles, *weights, linear, quadratic)
-    if not poles or len(poles) != len(weights) or not all(isinstance(value, (int, float)) for value in values):
+    paired = bool(poles) and len(poles) == len(weights) and all(isinstance(value, (int, float)) for value in values)
+    if not paired or not all(math.isfinite(value) for value in values) or min(poles) <= 0 or min(weights) < 0:
         raise ConfigError(
-            f"scheme {name!r} has the step {step!r}: it needs a constant, and as many poles as weights, at least one of each."
-        )
-    if not all(math.isfinite(value) for value in values) or min(poles) <= 0 or min(weights) < 0:
-        raise ConfigError(
-            f"scheme {name!r} has the step {step!r}: poles must be positive, weights at least 0, all of them finite."
+            f"scheme {name!r} has the step {step!r}: it needs a constant, and as many poles as weights, at least one of each; "
+            "poles must be positive, weights at least 0, all of them finite."
         )
 
 

@@ -199,21 +199,21 @@ ALL = ((0, 3),)
 
 
 @pytest.mark.parametrize(
-    ("pieces", "replicas", "message"),
+    ("pieces", "replicas"),
     [
-        ((), 1, "missing"),
-        ((Piece(ROWS[0], ALL, (0,)),), 1, "gap or overlap"),
-        ((Piece(ROWS[0], ((0, 2),), (0,)), Piece(ROWS[1], ((0, 2),), (1,))), 1, "gap or overlap"),  # in the columns
-        ((Piece(ROWS[0], ALL, (0,)), Piece(ROWS[1], ((0, 2),), (1,))), 1, "gap or overlap"),
-        ((Piece(((0, 2),), ALL, (0,)), Piece(((0, 2),), ALL, (1,))), 1, "listed twice"),
-        ((Piece(ROWS[0], ((0, 1),), (0,)), Piece(ROWS[1], ((1, 3),), (1,))), 1, "missing"),  # a diagonal: rows and columns tile
-        ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2,))), 2, "lacks a piece"),
-        ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2, 3))), 1, "lacks a piece"),
-        ((Piece(ROWS[0], ALL, (0, 1, 2)), Piece(ROWS[1], ALL, (3,))), 2, "lacks a piece"),  # as many holders as two replicas have
-        ((Piece(ROWS[0], ALL, (0,)), Piece(ROWS[1], ALL, (0,))), 1, "two pieces"),
-        ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2, 0))), 2, "two pieces"),
+        ((), 1),
+        ((Piece(ROWS[0], ALL, (0,)),), 1),
+        ((Piece(ROWS[0], ((0, 2),), (0,)), Piece(ROWS[1], ((0, 2),), (1,))), 1),  # in the columns
+        ((Piece(ROWS[0], ALL, (0,)), Piece(ROWS[1], ((0, 2),), (1,))), 1),
+        ((Piece(((0, 2),), ALL, (0,)), Piece(((0, 2),), ALL, (1,))), 1),
+        ((Piece(ROWS[0], ((0, 1),), (0,)), Piece(ROWS[1], ((1, 3),), (1,))), 1),  # a diagonal: rows and columns tile
+        ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2,))), 2),
+        ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2, 3))), 1),
+        ((Piece(ROWS[0], ALL, (0, 1, 2)), Piece(ROWS[1], ALL, (3,))), 2),  # as many holders as two replicas have
+        ((Piece(ROWS[0], ALL, (0,)), Piece(ROWS[1], ALL, (0,))), 1),
+        ((Piece(ROWS[0], ALL, (0, 1)), Piece(ROWS[1], ALL, (2, 0))), 2),
     ],
 )
-def test_a_spread_that_is_none_is_refused(pieces: tuple[Piece, ...], replicas: int, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+def test_a_spread_that_is_none_is_refused(pieces: tuple[Piece, ...], replicas: int) -> None:
+    with pytest.raises(PlanError, match="leave a gap or overlap, or are not held by one rank"):
         ShardedMatrix(2, 3, pieces, replicas)
