@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -250,19 +249,16 @@ def trailing_elements(param: DTensor, count: int) -> int:
 
     They are the last elements of its local tensor.
     """
-    rank, order = dist.get_rank(), memory_order(param)
-    shape = tuple(param.shape[dim] for dim in order)
-    mesh = next(mesh for mesh in siblings(param.device_mesh) if rank in mesh.ranks)
-    placements = tuple(
-        replace(placement, dim=order.index(placement.dim)) if isinstance(placement, Sharded) else placement
-        for placement in known_placements("", param.placements, len(shape))
-    )
-    layout = Layout(shape, mesh, placements)
-    held, total = math.prod(layout.local_shape(rank)), math.prod(shape)
-    trailing = 0
-    while trailing < min(count, held) and layout.global_index(rank, held - 1 - trailing) >= total - count:
-        trailing += 1
-    return trailing
+    held = held_ranges(param)
+
+    def is_here(element: int) -> bool:
+        for dim in reversed(memory_order(param)):
+            element, index = divmod(element, param.shape[dim])
+            if not any(start <= index < stop for start, stop in held[dim]):
+                return False
+        return True
+
+    return sum(map(is_here, range(param.numel() - count, param.numel())))
 
 
 def known_placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
