@@ -197,7 +197,7 @@ class ExecutorSettings:
 
     @property
     def _torch_contends(self) -> bool:
-        return self.kernels == "auto" and not self.deterministic
+        return self.kernels == "auto" and not self.deterministic and not self.compile
 
     def torch_is_faster(self) -> dict[str, bool]:
         """The kinds of product that this rank has measured, and whether torch's own is faster; none if it does not contend."""
