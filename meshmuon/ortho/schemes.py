@@ -148,7 +148,8 @@ def zolotarev(l: float = 1e-3, poles: int = 3) -> Scheme:  # noqa: E741
         poles: number of poles; each costs one inverse.
     """
     _check_bound("zolotarev", l)
-    _check_count("zolotarev: poles", poles, 1, _MOST_POLES, usual=3)
+    if not _is_count(poles, 1, _MOST_POLES):
+        raise ConfigError(f"zolotarev: poles={poles!r} must be a whole number from 1 to {_MOST_POLES}; 3 is usual.")
     return Scheme("zolotarev", (zolotarev_step(l, poles),), f"Zolotarev, 1877, l={l:g}, {poles} poles")
 
 
@@ -163,7 +164,8 @@ def halley(l: float = 1e-3, quintics: int = 2) -> Scheme:  # noqa: E741
         quintics: number of quintics after the rational step.
     """
     _check_bound("halley", l)
-    _check_count("halley: quintics", quintics, 0, MAX_STEPS - 1, usual=2)
+    if not _is_count(quintics, 0, MAX_STEPS - 1):
+        raise ConfigError(f"halley: quintics={quintics!r} must be a whole number from 0 to {MAX_STEPS - 1}; 2 is usual.")
     first = halley_step(l)
     steps: list[Step] = [first]
     low, high = first(l), 1.0
@@ -258,9 +260,9 @@ def _check_length(length: int, steps: int) -> None:
 
 
 def _check_steps(steps: int) -> None:
-    _check_count("ns_steps", steps, 1, MAX_STEPS, usual=5)
+    if not _is_count(steps, 1, MAX_STEPS):
+        raise ConfigError(f"ns_steps={shown(steps)} must be a whole number from 1 to {MAX_STEPS}; 5 is usual.")
 
 
-def _check_count(name: str, count: Any, least: int, most: int, *, usual: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= most:
-        raise ConfigError(f"{name}={shown(count)} must be a whole number from {least} to {most}; {usual} is usual.")
+def _is_count(number: Any, least: int, most: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and least <= number <= most
