@@ -331,13 +331,23 @@ def test_a_mesh_and_the_slices_like_it(cut: Any, slices: list[tuple[int, ...]]) 
         thread.start()
         thread.join()
         assert elsewhere == [found]
-        alike = DeviceMesh("cpu", mesh.mesh)  # torch may find it equal to the slice, but it was made as it is
-        assert torch_compat.mesh_slices(alike) == [tuple(mesh.mesh.flatten().tolist())]
         return found
 
     found = run_threads(8, main)
     assert found == [found[0]] * 8
     assert sorted(found[0]) == slices
+
+
+def test_equal_meshes_have_their_own_slices() -> None:
+    """A mesh that was made as it is has none, although torch may find it equal to a slice of another."""
+
+    def main(rank: int) -> None:
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        assert torch_compat.mesh_slices(whole["b"]) == [(0, 1), (2, 3)]
+        first = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("x", "b"))
+        assert torch_compat.mesh_slices(first) == [(0, 1, 2, 3)]
+
+    run_threads(4, main)
 
 
 def test_a_torch_whose_meshes_say_nothing() -> None:
