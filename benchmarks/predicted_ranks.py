@@ -21,16 +21,8 @@ from ranks import Runner, make
 from wire import Wire
 
 from meshmuon import Muon
-from meshmuon.tools.doctor.context import Context, DoctorOptions, Finding
-from meshmuon.tools.doctor.measurements import (
-    calibration_of,
-    measure_host,
-    measure_links,
-    measure_products,
-    summarise_host,
-    summarise_links,
-    summarise_products,
-)
+from meshmuon.tools.doctor.context import Context, DoctorOptions
+from meshmuon.tools.doctor.measurements import calibration_of, measure_host, measure_links, measure_rates
 from meshmuon.tools.predict.calibration import Calibration
 from meshmuon.tools.predict.counts import buffer_bytes, bytes_sent
 from meshmuon.tools.predict.prediction import predict
@@ -49,13 +41,9 @@ def calibrate(world: int) -> Calibration:
     """The doctor's measurements, summarised on every rank alike."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     context = Context(DoctorOptions(quick=True), dist.get_rank(), world, store, torch.device("cpu"), "here")
-    checks = {"rates": (measure_products, summarise_products), "host": (measure_host, summarise_host)}
-    if world > 1:
-        checks["links"] = measure_links, summarise_links
-    for name, (measure, summarise) in checks.items():
+    for measure in (measure_rates, measure_host, *([measure_links] if world > 1 else [])):
         dist.barrier()
-        finding: Finding = measure(context)
-        context.figures[name] = summarise(context, by_rank(finding.figures)).figures
+        measure(context)
     calibration = calibration_of(context)
     assert calibration is not None
     return calibration

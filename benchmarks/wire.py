@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from meshmuon.transport import Agreement, PendingVotes, Vote
+from meshmuon.transport import Agreement, Vote
 
 __all__ = ["Wire"]
 
@@ -41,13 +41,13 @@ class Wire:
         self.waited, self.agreements = 0.0, 0
         self.exchanges: list[tuple[Tensor, Tensor, list[int], list[int], Any]] = []
         self._exchange: Callable[..., Any] = dist.all_to_all_single
-        self._vote: Callable[[Agreement, Vote], PendingVotes] = Agreement.start
+        self._vote: Callable[[Agreement, Vote], None] = Agreement.start
         dist.all_to_all_single = self._counted_exchange  # type: ignore[assignment]
         wire = self
 
-        def counted_vote(agreement: Agreement, vote: Vote) -> PendingVotes:
+        def counted_vote(agreement: Agreement, vote: Vote) -> None:
             wire.agreements += 1
-            return wire._vote(agreement, vote)
+            wire._vote(agreement, vote)
 
         Agreement.start = counted_vote  # type: ignore[assignment, method-assign]
 

@@ -22,6 +22,7 @@ TOOLS = (
     "tools/doctor",
     "tools/predict",
     "tools/migrate",
+    "tools/foreign_state",
     "tools/checkpoint",
     "tools/__init__",
 )

@@ -96,7 +96,8 @@ def place_of(optimizer: Optimizer | None) -> Place:
     assert optimizer is not None, "the optimizer that plans is alive"
     with _lock:
         living = [known for _, known in _living(current_world())]
-    lookalikes = [known for known in living if known is optimizer or _looks_like(optimizer, known)]
+    looks = _looks(optimizer)
+    lookalikes = [known for known in living if known is optimizer or _looks(known) == looks]
     first_params = list(dict.fromkeys(id(_first_param(known)) for known in lookalikes))  # in order, each once
     first_param = id(_first_param(optimizer))
     return Place(first_params.index(first_param) if first_param in first_params else 0, len(first_params))
@@ -113,24 +114,18 @@ def _first_param(optimizer: Optimizer) -> Tensor | None:
     return next((param for group in optimizer.param_groups for param in group.get("params", ())), None)
 
 
-def _looks_like(optimizer: Optimizer, other: Optimizer) -> bool:
-    """Whether ranks could mix up the two optimizers: the same names, shapes and layouts, over the same ranks."""
-    return _looks(optimizer) == _looks(other) and _replicas(optimizer) == _replicas(other)
-
-
-def _looks(optimizer: Optimizer) -> list[tuple[object, list[tuple[object, ...]]]]:
-    return [
+def _looks(optimizer: Optimizer) -> tuple[object, ...]:
+    """What ranks could mix up two optimizers by: names, shapes and layouts, and the ranks that share them."""
+    try:
+        replicas = replica_ranks(optimizer.replica_group)
+    except Exception:  # its process group was destroyed
+        replicas = [()]
+    groups = [
         # A user may have deleted the parameters to free memory.
         (group.get("param_names"), [(param.shape, param.dtype, spec_of(param)) for param in group.get("params", ())])
         for group in optimizer.param_groups
     ]
-
-
-def _replicas(optimizer: Optimizer) -> object:
-    try:
-        return replica_ranks(optimizer.replica_group)
-    except Exception:  # its process group was destroyed
-        return None
+    return groups, replicas
 
 
 class Home:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from ..device import device_memory, memory_budget_for
@@ -44,10 +43,10 @@ class Topology:
     nodes: Nodes | None = None  # which of them share a node; None if all do, or as long as that is not known
 
     @classmethod
-    def around(
-        cls, rank: int, meshes: Mapping[DeviceMesh | Mesh, tuple[Mesh, ...]], replica_group: ReplicaGroup | None
-    ) -> Topology:
+    def around(cls, rank: int, records: Sequence[ParamRecord], replica_group: ReplicaGroup | None) -> Topology:
         """The topology that ``rank`` sees."""
+        own_meshes = dict.fromkeys(record.mesh for record in records if record.mesh is not None)  # in the order of parameters
+        meshes = {mesh: (mesh,) if isinstance(mesh, Mesh) else siblings(mesh) for mesh in own_meshes}
         replica_sets = replica_ranks(replica_group)
         mesh_sets = [mesh.ranks for slices in meshes.values() for mesh in slices]
         return cls(rank, meshes, replica_sets, connected_ranks(rank, [*mesh_sets, *replica_sets]))
@@ -64,12 +63,6 @@ class Topology:
         ]
 
 
-def slices_by_mesh(records: Sequence[ParamRecord]) -> dict[DeviceMesh | Mesh, tuple[Mesh, ...]]:
-    """The meshes of the parameters, in their order, each with the slices that look like it."""
-    meshes = dict.fromkeys(record.mesh for record in records if record.mesh is not None)
-    return {mesh: (mesh,) if isinstance(mesh, Mesh) else siblings(mesh) for mesh in meshes}
-
-
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
     """The optimizer's options that shape a plan."""
@@ -79,19 +72,6 @@ class PlanSettings:
     path: str  # which executor will run the plan, as text
     cost_model: CostModel | None = None  # the user's own; None for that of the parameters' device
     memory_budget: int | None = None  # likewise
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What a rank is about to do in a step."""
-
-    decision: StepDecision
-    also_compared: tuple[object, ...]  # what must be equal on all ranks, in addition to the plan
-
-    @cached_property
-    def fingerprint(self) -> int:
-        """Equal on two ranks if their proposals are equal."""
-        return fingerprint_of((self.decision.plan.digest, *self.also_compared))
 
 
 class LocalPlanner:
@@ -104,7 +84,7 @@ class LocalPlanner:
 
     Attributes:
         records: the parameters.
-        proposal: what this rank proposes or, after ``propose_together``, what all ranks will do; None before, and if it failed.
+        decision: what this rank proposes or, after ``propose_together``, what all ranks will do; None before, and if it failed.
         shared: indices of the parameters that several ranks know of, because they are on a mesh or replicated.
         layouts: the layouts of every parameter; empty for those that only this rank knows of, and for those on meshes without
             any rank that plans with this one.
@@ -139,7 +119,8 @@ class LocalPlanner:
         self._planned = PlannedSet((shared, private))  # what the plan of the last step covers
         self._planned_next = self._planned  # what ``_all_active`` covers
         self._all_active: StepDecision | None = None  # a step in which all parameters of the plan have gradients
-        self.proposal: Proposal | None = None
+        self.decision: StepDecision | None = None
+        self._fingerprint: int | None = None  # of the decision; None until it is asked for
         self._has_grad: tuple[bool, ...] = ()  # which parameters have a gradient on this rank
         self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}  # of the shared ones, on each rank; empty if all are equal
         self._active: Sequence[bool] = ()  # which have a gradient on some rank; these are stepped
@@ -191,28 +172,34 @@ class LocalPlanner:
             active[index] = any(flags[position] for flags in self._flags_by_rank.values())
         self._has_grad, self._active = has_grad, active
         self._active_muon = frozenset(index for index in self._muon if active[index])
-        self.proposal = None
+        self.decision = None
 
     def _propose(self, planned: PlannedSet) -> None:
         """Proposes a step under a plan that covers ``planned``; the last plan if it covers just that."""
         if planned.indices != self._planned_next.indices:
-            self._all_active = self.proposal = None
+            self._all_active = self.decision = None
         self._planned_next = planned
         if self._all_active is None:
             self._all_active = self.plan(planned.indices)
-        if self.proposal is None:
-            self.proposal = self._with_gradients(self._all_active)
+        if self.decision is None:
+            active, has_grad, parts = self._active, self._has_grad, self._all_active.planned_parts
+            self._fingerprint = None
+            self.decision = replace(
+                self._all_active,
+                zeros=frozenset(ParamIndex(index) for index, flag in enumerate(active) if flag and not has_grad[index]),
+                idle=frozenset(PartIndex(part) for part, (index, _) in enumerate(parts) if not active[index]),
+            )
 
-    def _with_gradients(self, decision: StepDecision) -> Proposal:
-        active, has_grad = self._active, self._has_grad
-        step_decision = replace(
-            decision,
-            zeros=frozenset(ParamIndex(index) for index, flag in enumerate(active) if flag and not has_grad[index]),
-            idle=frozenset(PartIndex(part) for part, (index, _) in enumerate(decision.planned_parts) if not active[index]),
-        )
-        # What AdamW steps is no part of the plan, but ranks must agree on it as well. The flags of all ranks are compared too:
-        # when a rank's gradients change, the fingerprints differ, and the ranks check again that replicas have equal gradients.
-        return Proposal(step_decision, (self._settings.path, bytes(self.shared_flags(active)), self._flags_by_rank))
+    @property
+    def fingerprint(self) -> int:
+        """Of the decision: equal on two ranks that propose the same."""
+        if self._fingerprint is None:
+            assert self.decision is not None
+            # What AdamW steps is no part of the plan, but ranks must agree on it as well. The flags of all ranks are compared:
+            # when a rank's gradients change, the fingerprints differ, and ranks check again that replicas have equal gradients.
+            flags = bytes(self.shared_flags(self._active)), self._flags_by_rank
+            self._fingerprint = fingerprint_of((self.decision.plan.digest, self._settings.path, *flags))
+        return self._fingerprint
 
     def plan(self, indices: AbstractSet[int]) -> StepDecision:
         """Plans a step on the parameters with these ``indices``."""
@@ -237,9 +224,8 @@ class LocalPlanner:
 
     def compared(self, status: RankStatus) -> tuple[object, ...]:
         """What must be equal on all ranks in this step."""
-        assert self.proposal is not None
         without_state = tuple(self._positions[index] for index in status.without_state if index in self._positions)
-        return self.proposal.fingerprint, self._hyperparameters(status), without_state
+        return self.fingerprint, self._hyperparameters(status), without_state
 
     def note(self, status: RankStatus) -> Note:
         """The same in words, for ranks that differ."""

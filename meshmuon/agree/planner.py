@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..params.dtensors import ReplicaGroup, groups_of
 from ..params.param_record import ParamRecord
 from ..torch_compat import warn_if_untested
-from ..transport import Agreement, Exchange, PendingVotes, Vote, exchange_group
+from ..transport import Agreement, Exchange, Vote, exchange_group
 from .descriptions import owner_assignments
 from .differences import (
     PRESENT,
@@ -31,7 +31,7 @@ from .differences import (
     raise_unequal_replicas,
 )
 from .identity import Home, Optimizer, Pairing, current_rank, place_of
-from .local_planner import LocalPlanner, PlanSettings, Proposal, Topology, fingerprint_of, slices_by_mesh
+from .local_planner import LocalPlanner, PlanSettings, Topology, fingerprint_of
 from .node_view import NodeView, settled_nodes
 from .planned_set import NOT_PLANNED
 from .step_decision import Activity, RankStatus, StepDecision
@@ -95,7 +95,6 @@ class Planner:
         self._on_meshes = False  # whether any parameter is on a mesh
         self._topology: Topology  # of the ranks that the parameters connect
         self._local: LocalPlanner | None = None  # None if the parameters could not be planned
-        self._votes: PendingVotes | None = None  # on their way between ``propose`` and ``settle``
 
     @property
     def layouts(self) -> Sequence[tuple[Layout, ...]]:
@@ -126,13 +125,13 @@ class Planner:
             self._agreement.begin_turn()
         vote = self._vote(status, status.failure)
         if self._agreement is not None:
-            self._votes = self._agreement.start(vote)
-        return self._proposal.decision if not status.failure and _ordinary(vote) else None
+            self._agreement.start(vote)
+        return self._decision if not status.failure and _ordinary(vote) else None
 
     def advance(self) -> None:
         """Passes on what has arrived of the votes, without waiting."""
-        if self._votes is not None:
-            self._votes.advance()
+        if self._agreement is not None:
+            self._agreement.advance()
 
     def settle(self, status: RankStatus) -> StepDecision:
         """What all ranks have decided; raises on all of them if they cannot agree."""
@@ -141,12 +140,11 @@ class Planner:
             counted = self._vote(status, status.failure)
         else:
             counted = self._count_votes(self._agreement, status)
-        decision = self._proposal.decision
         if _ordinary(counted):
             self._local_planner.count_step()
-            return decision
+            return self._decision
         return replace(
-            decision,
+            self._decision,
             prepares=counted.prepares,
             nonfinite=counted.nonfinite,
             has_work=counted.has_work,
@@ -174,14 +172,7 @@ class Planner:
         return frozenset(subject for subject, is_for in votes if is_for and (subject, False) not in votes)
 
     def end(self) -> None:
-        """The step is over, also one that has failed: other threads may step over the process group.
-
-        If this rank leaves between ``propose`` and ``settle`` (Ctrl-C), the others may already count on it: they get an error at
-        once, where they can be told.
-        """
-        if self._votes is not None:
-            self._votes.abandon()
-            self._votes = None
+        """The step is over, also one that has failed: other threads may step over the process group."""
         if self._agreement is not None:
             self._agreement.end_turn()
 
@@ -201,18 +192,17 @@ class Planner:
         return self._local
 
     @property
-    def _proposal(self) -> Proposal:
-        assert self._local_planner.proposal is not None
-        return self._local_planner.proposal
+    def _decision(self) -> StepDecision:
+        assert self._local_planner.decision is not None
+        return self._local_planner.decision
 
     def _connect(self, records: tuple[ParamRecord, ...]) -> Topology:
         """Finds the ranks to plan with, and creates the process groups to talk to them if they are not those of the last plan."""
-        slices = slices_by_mesh(records)
-        self._on_meshes = bool(slices)
+        self._on_meshes = any(record.mesh is not None for record in records)
         if self._replica_group is not None:
             self.check_connected()
-        topology = Topology.around(current_rank(), slices, self._replica_group)
-        if slices or topology.replica_sets:
+        topology = Topology.around(current_rank(), records, self._replica_group)
+        if self._on_meshes or topology.replica_sets:
             warn_if_untested()
         ranks = topology.ranks
         if isinstance(self._replica_group, dist.ProcessGroup) and len(ranks) > len(topology.replica_sets[0]):
@@ -226,7 +216,7 @@ class Planner:
         elif self._agreement is None or self._agreement.ranks != ranks:
             self._home.check_process()
             self.check_connected()
-            existing = [process_group for mesh in slices for process_group in groups_of(mesh)]
+            existing = [process_group for mesh in topology.meshes for process_group in groups_of(mesh)]
             process_group = exchange_group(ranks, [*groups_of(self._replica_group), *existing])
             self._agreement, self._exchange, self._node_view = Agreement(process_group), Exchange(process_group), None
             self._pairing = Pairing(steps=1)  # with these ranks it is the first step
@@ -252,8 +242,8 @@ class Planner:
         if self._agreement is not None:
             fingerprint = _FAILED if failure else self._fingerprint(status)
             proposed_id = self._pairing.proposed_id()
-        proposal = None if self._local is None else self._local.proposal
-        prepares = proposal is None or proposal.decision.plan is not status.prepared_plan
+        decision = None if self._local is None else self._local.decision
+        prepares = decision is None or decision.plan is not status.prepared_plan
         return Vote(fingerprint, prepares, status.nonfinite, status.has_work, status.activity, proposed_id)
 
     def _fingerprint(self, status: RankStatus) -> int:
@@ -268,9 +258,7 @@ class Planner:
 
     def _count_votes(self, agreement: Agreement, status: RankStatus) -> Vote:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
-        votes, self._votes = self._votes, None
-        assert votes is not None
-        counted = votes.wait()
+        counted = agreement.count()
         if not counted.unanimous or status.failure:
             # The error of one rank is raised by all, so that nothing else has to be compared.
             notes = _raise_anyones(status.failure, agreement, self._node_view)
@@ -278,7 +266,7 @@ class Planner:
         if not counted.unanimous:
             notes = self._compare_notes(agreement, self._local_planner, status)
             changed = self._plan_together(agreement, self._local_planner, notes, status)
-            counted = replace(counted, prepares=changed or counted.prepares)
+            counted = counted._replace(prepares=changed or counted.prepares)
         if counted.proposed_id:  # some rank had no shared id; now all have this one
             self._pairing = Pairing(counted.proposed_id)
         return counted
@@ -336,8 +324,7 @@ class Planner:
         with failure:  # the other ranks wait for this rank's note
             local.propose_together(status.has_grad, flags_by_rank, idle_steps)
         _raise_anyones(failure, agreement)
-        assignments = owner_assignments(self._proposal.decision.plan)
-        raise_other_plan(agreement.all_gather_objects((self._proposal.fingerprint, assignments)))
+        raise_other_plan(agreement.all_gather_objects((local.fingerprint, owner_assignments(self._decision.plan))))
         return len({tuple(steps == NOT_PLANNED for steps in of_rank) for of_rank in idle_steps}) > 1
 
 

@@ -49,7 +49,7 @@ def reduce_norm(
         packed[3] += packed[4]
         packed[4] = 0.0
     value, nan, failed, difference, _ = packed.unbind()
-    return value, nan > 0, (failed + difference.abs()) != 0
+    return value, nan > 0, (failed != 0) | (difference != 0)
 
 
 def scale_all(tensors: Sequence[Tensor], factor: Tensor, foreach: bool | None) -> None:

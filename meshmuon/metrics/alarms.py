@@ -17,7 +17,7 @@ class Limits:
     """From where on something counts as wrong.
 
     Attributes:
-        patience: how many measurements in a row must show it. An lr of the wrong convention is said at the first.
+        patience: number of successive measurements that must show it. An lr of the wrong convention is said at the first.
         update_to_weight: largest healthy norm of an update over that of its weight.
         logits: largest healthy attention logit, as long as logits grow.
         growth: how much logits must have grown over ``patience`` measurements.
@@ -63,7 +63,7 @@ class Health:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.alarms: list[Alarm] = []  # all so far
-        self._streaks: dict[tuple[str, str], int] = {}  # how many measurements in a row show it
+        self._streaks: dict[tuple[str, str], int] = {}  # number of successive measurements that show it
         self._logits: dict[str, list[float]] = {}
         self._last_step: int | None = None
 

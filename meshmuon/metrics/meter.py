@@ -14,7 +14,6 @@ from ..device import Transfers, copy_to, is_staged, known_to_host, transfers_for
 from ..errors import ConfigError, UnsupportedError
 from ..execute import StepParam
 from ..layout import Layout
-from ..params.lr import lr_factor
 from ..params.metrics_option import Metrics
 from ..params.param_record import ParamRecord
 from ..torch_compat import local_part
@@ -138,30 +137,25 @@ class Meter:
         assert numbers is not None
         scalars: dict[str, Any] = {"skipped steps": skipped, "skipped": 0.0 if skip_mask is None else skip_mask}
         scalars |= {f"lr {k}": group["lr"] for k, group in enumerate(groups)}
-        known = {name: float(value) for name, value in scalars.items() if not isinstance(value, Tensor) or known_to_host(value)}
+        on_device = {name: value for name, value in scalars.items() if isinstance(value, Tensor) and not known_to_host(value)}
+        known = {name: float(value) for name, value in scalars.items() if name not in on_device}
         with recorder.phase("metrics"), torch.inference_mode(False), torch.no_grad():
             self._write_seconds(recorder, numbers.seconds[numbers.ranks.index(decision.rank)])
             if decision.exchange is not None:
                 decision.exchange.add_up(numbers.reduced)
             with recorder.failure:
                 numbers.finish_vectors()
-                told = {"table": numbers.table, "seconds": numbers.seconds}
-                told |= {name: value for name, value in scalars.items() if name not in known}
-                logits = {f"logits {layer}": logits for layer, logits in clipped.logits.items()}
-                told |= {name: copy_to(value, numbers.packed.device) for name, value in logits.items()}
+                told = {"table": numbers.table, "seconds": numbers.seconds, **on_device}
+                told |= {f"logits {layer}": copy_to(value, numbers.packed.device) for layer, value in clipped.logits.items()}
                 in_host_memory, stored = self._send(told)
                 measurement = Measurement(
                     step=self._steps,
                     numbers=numbers,
                     told={**known, **in_host_memory},
-                    layers=[str(layer) for layer in clipped.logits],
                     threshold=clipped.threshold,
                     idle=frozenset(decision.idle),
                     half_iterations=0 if numbers.vectors is None else numbers.vectors.half_iterations,
-                    factors=[
-                        lr_factor(groups[one.group_index]["adjust_lr_fn"], *one.matrices.lr_shape) if one.matrices else 1.0
-                        for one in numbers.measured
-                    ],
+                    groups=tuple(groups),
                     recorder=recorder,
                     stored=stored,
                 )

@@ -17,6 +17,8 @@ nowhere            one more row, where ranks write what another rank reports    
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -28,12 +30,11 @@ from ..agree.step_decision import StepDecision
 from ..execute import MatrixKey
 from ..layout import Layout
 from ..matrices import MatrixSet, with_stars, without_wrappers
-from ..ortho import Orthogonalizer, Scheme, scheme_for
 from ..params.metrics_option import Metrics
 from ..params.param_record import ParamRecord
 from ..plan import NO_WAVE, Plan
 from .spectra import probes
-from .weights import LocalMatrices, VectorPlace, WeightVectors, counts_here
+from .weights import LocalMatrices, WeightVectors, counts_here
 
 DTYPE = torch.float32
 
@@ -58,15 +59,10 @@ class Measured:
     """A parameter of the plan, with a row for each of its matrices; or one that AdamW steps, with one row."""
 
     name: str  # with the part of a fused weight
-    group_index: int
     index: int  # in ``Plan.params``; of AdamW's, among all parameters of the optimizer
+    record: ParamRecord
     shared: bool  # whether several ranks know it
-    elements: int  # of each matrix
-    # What only Muon's have.
-    matrices: MatrixSet | None = None
-    scheme: Scheme | Orthogonalizer | None = None
-    dtype: str = ""
-    rounding: str = ""
+    matrices: MatrixSet | None  # None for AdamW's
 
     @property
     def names(self) -> list[str]:
@@ -80,32 +76,25 @@ class Measured:
 
     @property
     def rows(self) -> int:
-        """How many rows of the table it has."""
+        """Number of its rows in the table."""
         return 1 if self.matrices is None else self.matrices.count
+
+    @property
+    def elements(self) -> int:
+        """Of each matrix."""
+        return self.record.param.numel() if self.matrices is None else self.matrices.rows * self.matrices.cols
 
 
 def _measured(decision: StepDecision, params: Sequence[ParamRecord], layouts: Sequence[tuple[Layout, ...]]) -> Iterator[Measured]:
     """Parameters of the plan in its order, then those of AdamW; the same on all ranks as far as they are shared."""
     several = decision.exchange is not None
     for index, (planned, (k, part)) in enumerate(zip(decision.plan.params, decision.planned_parts, strict=True)):
-        named, parts = params[k], params[k].matrix_sets or ()
-        matrices = parts[part]
-        assert named.scheme is not None
-        yield Measured(
-            planned.name if len(parts) == 1 else f"{planned.name}[part {part}]",
-            named.group_index,
-            index,
-            shared=several and not planned.private,
-            elements=matrices.rows * matrices.cols,
-            matrices=matrices,
-            scheme=scheme_for(named.scheme, matrices.rows, matrices.cols, named.compute_dtype, named.work_device),
-            dtype=str(named.param.dtype).removeprefix("torch."),
-            rounding=named.param_group["rounding"],
-        )
-    for index, named in enumerate(params):
-        if not named.param_group["use_muon"]:
-            shared = several and bool(layouts[index])
-            yield Measured(named.name, named.group_index, index, shared=shared, elements=named.param.numel())
+        parts = params[k].matrix_sets or ()
+        name = planned.name if len(parts) == 1 else f"{planned.name}[part {part}]"
+        yield Measured(name, index, params[k], several and not planned.private, parts[part])
+    for index, record in enumerate(params):
+        if not record.param_group["use_muon"]:
+            yield Measured(record.name, index, record, several and bool(layouts[index]), None)
 
 
 def _reported(plan: Plan, rank: int, *, by_owners: bool) -> dict[MatrixKey, bool]:
@@ -150,38 +139,35 @@ class Numbers:
         local_rows = [self.first_rows[k] + matrices.numbers for k, matrices in self.local.items()]
         self.local_rows = torch.cat([self.indices(()), *local_rows])
         # Index of a parameter of AdamW → its row, if this rank counts it.
-        adamw = zip(self.measured, self.first_rows, strict=True)
-        self.adamw_rows = {one.index: row for one, row in adamw if one.matrices is None and counts_here(layouts[one.index], rank)}
+        adamw = {k: one.index for k, one in enumerate(self.measured) if one.matrices is None}
+        self.adamw_rows = {index: self.first_rows[k] for k, index in adamw.items() if counts_here(layouts[index], rank)}
         self.vectors: WeightVectors | None = None
         if options.weight_spectra:
-            self.vectors = WeightVectors(self._products, self._private_vectors, self._places, self.local)
-        sigmas = ((k, matrix) for k, place in self._places.items() for matrix in range(place.matrices))
-        self._sigma_rows = self.indices([self.first_rows[k] + matrix for k, matrix in sigmas])
+            cols = {k: one.matrices.cols for k, one in enumerate(self.measured) if one.matrices is not None}
+            self.vectors = WeightVectors(self._products, self._shared_products, self.local, cols)
 
     def _lay_out(self, options: Metrics) -> None:
         columns = Column.LANCZOS + 2 * options.iterations
-        private_last = sorted(range(len(self.measured)), key=lambda k: not self.measured[k].shared)
-        self.first_rows = [0] * len(self.measured)
-        self._nowhere = 0
-        for k in private_last:
-            self.first_rows[k], self._nowhere = self._nowhere, self._nowhere + self.measured[k].rows
-        self._places: dict[int, VectorPlace] = {}  # index of a parameter of the plan → where its vectors are, in their order
-        self._private_vectors = vectors_end = 0
-        for k in reversed(private_last) if options.weight_spectra else ():
-            matrices = self.measured[k].matrices
-            if matrices is not None:
-                longer = max(matrices.rows, matrices.cols)
-                self._places[k] = VectorPlace(vectors_end, matrices.count, longer, matrices.cols)
-                vectors_end = self._places[k].stop
-                if not self.measured[k].shared:
-                    self._private_vectors = vectors_end
-        rows_begin = vectors_end + len(self.ranks) * len(PHASES)
-        shared_rows = sum(one.rows for one in self.measured if one.shared)
-        self.packed = torch.zeros(rows_begin + (self._nowhere + 1) * columns, dtype=DTYPE, device=self._device)
-        self._products = self.packed[:vectors_end]
-        self.seconds = self.packed[vectors_end:rows_begin].view(len(self.ranks), len(PHASES))
-        self.table = self.packed[rows_begin:].view(-1, columns)
-        self.reduced = self.packed[self._private_vectors : rows_begin + shared_rows * columns]
+        shared_first = sorted(range(len(self.measured)), key=lambda k: not self.measured[k].shared)
+        rows = {k: self.measured[k].rows for k in shared_first}
+        *first_rows, self._nowhere = itertools.accumulate(rows.values(), initial=0)
+        # By the index in ``measured``, which is that in ``Plan.params`` for those of the plan.
+        self.first_rows = dict(zip(rows, first_rows, strict=True))
+        vectors: dict[int, tuple[int, int]] = {}
+        for k in reversed(shared_first) if options.weight_spectra else ():
+            if (matrices := self.measured[k].matrices) is not None:
+                vectors[k] = matrices.count, max(matrices.rows, matrices.cols)
+        sizes = {k: math.prod(shape) for k, shape in vectors.items()}
+        private = sum(size for k, size in sizes.items() if not self.measured[k].shared)
+        shared_rows = sum(count for k, count in rows.items() if self.measured[k].shared)
+        lengths = [sum(sizes.values()), len(self.ranks) * len(PHASES), (self._nowhere + 1) * columns]
+        self.packed = torch.zeros(sum(lengths), dtype=DTYPE, device=self._device)
+        products, seconds, table = torch.split(self.packed, lengths)
+        parts = torch.split(products, list(sizes.values()))
+        self._products = {k: part.view(vectors[k]) for k, part in zip(vectors, parts, strict=True)}
+        self._shared_products = products[private:]
+        self.seconds, self.table = seconds.view(len(self.ranks), len(PHASES)), table.view(-1, columns)
+        self.reduced = self.packed[private : lengths[0] + lengths[1] + shared_rows * columns]
 
     @property
     def bytes_reduced(self) -> int:
@@ -190,8 +176,8 @@ class Numbers:
 
     def finish_vectors(self) -> None:
         """Writes the largest singular values of the weights, once the products are complete."""
-        if self.vectors is not None:
-            self.write(self._sigma_rows, Column.WEIGHT_SIGMA, self.vectors.finish().unsqueeze(1))
+        for k, sigmas in (self.vectors.finish() if self.vectors else {}).items():
+            self.table[self.first_rows[k] :, Column.WEIGHT_SIGMA][: sigmas.numel()] = sigmas
 
     def rows_of(self, matrices: Sequence[MatrixKey]) -> Tensor:
         """Where this rank writes about these matrices of the plan."""

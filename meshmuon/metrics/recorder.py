@@ -83,7 +83,7 @@ class StepRecorder(Observer):
     def _write_spectra(self, matrices: Sequence[MatrixKey], multiply: Multiply, like: Tensor) -> None:
         start = self._numbers.directions(min(like.shape[1:]), like.dtype)[0].expand(like.size(0), -1)
         iterations = (self._numbers.table.size(1) - Column.LANCZOS) // 2
-        self._write(matrices, Column.LANCZOS, tridiagonalise(multiply, start, iterations)[0])
+        self._write(matrices, Column.LANCZOS, tridiagonalise(multiply, start, iterations))
 
     def orthogonalised(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
         with self.measuring():

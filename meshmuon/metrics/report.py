@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from ..device import Mark
-from ..ortho import Scheme
+from ..ortho import Scheme, scheme_for
+from ..params.lr import lr_factor
 from .numbers import PHASES, Column, Measured, Numbers
 from .recorder import StepRecorder
 from .spectra import bound_of, largest_singular_values
@@ -35,11 +36,13 @@ _TOGETHER: Mapping[str, tuple[str, str]] = {
 """What is shown of many matrices together: for each value how it is combined, and which extremes."""
 
 
-def _values_of(row: Sequence[float], measured: Measured, lr: float, relative_sigma: float, *, vectors: bool) -> dict[str, Any]:
+def _values_of(
+    row: Sequence[float], measured: Measured, lr: float, relative_sigma: float, *, rounding: str, vectors: bool
+) -> dict[str, Any]:
     """What is shown of one matrix, or of one parameter of AdamW, from its row of the table; see docs/metrics.md."""
     gradient, weight, update, momentum = (math.sqrt(square) for square in row[: Column.MOMENTUM + 1])
     update *= abs(lr)
-    matrices = measured.matrices
+    record, matrices = measured.record, measured.matrices
     values: dict[str, Any] = {"gradient_norm": gradient}
     if matrices is not None:
         values["momentum_norm"] = momentum
@@ -53,10 +56,12 @@ def _values_of(row: Sequence[float], measured: Measured, lr: float, relative_sig
     if matrices is None:
         return values
     values["orthogonality"], values["below_bound"] = math.sqrt(row[Column.DEFECTS]), row[Column.DEFECTS + 1]
-    values["dtype"], values["rounding"] = measured.dtype, measured.rounding
+    values["dtype"], values["rounding"] = str(record.param.dtype).removeprefix("torch."), rounding
     values["rows"], values["cols"] = matrices.rows, matrices.cols
-    if isinstance(measured.scheme, Scheme):  # a callable has no bound that is known
-        values["bound"] = bound_of(measured.scheme)
+    assert record.scheme is not None
+    scheme = scheme_for(record.scheme, matrices.rows, matrices.cols, record.compute_dtype, record.work_device)
+    if isinstance(scheme, Scheme):  # a callable has no bound that is known
+        values["bound"] = bound_of(scheme)
     if vectors:
         # Of a weight that was zero when its vector was looked for, less may be found than any matrix of its norm has.
         sigma = max(row[Column.WEIGHT_SIGMA], weight / math.sqrt(min(matrices.rows, matrices.cols)))
@@ -77,11 +82,10 @@ class Measurement:
     # Tensors in host memory, and numbers that the host knew: "table", "seconds", "logits 0", …, "skipped", "skipped steps",
     # "lr 0", …
     told: Mapping[str, Any]
-    layers: Sequence[str]  # that have logits
     threshold: float  # of QK-clip
     idle: frozenset[int]  # indices in ``Plan.params``
     half_iterations: int
-    factors: Sequence[float]  # of the learning rate, for each of ``numbers.measured``
+    groups: Sequence[Mapping[str, Any]]  # the param groups of the step
     recorder: StepRecorder
     stored: Mark
 
@@ -89,6 +93,7 @@ class Measurement:
 def report(measurement: Measurement) -> dict[str, Any]:
     """The measurement as plain numbers, strings and dicts; see docs/metrics.md."""
     numbers, told = measurement.numbers, measurement.told
+    logits_of_layers = {name.removeprefix("logits "): told[name] for name in told if name.startswith("logits ")}
     content: dict[str, Any] = {
         "step": measurement.step,
         "skipped": bool(told["skipped"]),
@@ -98,7 +103,7 @@ def report(measurement: Measurement) -> dict[str, Any]:
         "adamw": {},
         "groups": {},
         "kinds": {},
-        "qk_clip": {layer: _qk_clip(told[f"logits {layer}"], measurement.threshold) for layer in measurement.layers},
+        "qk_clip": {layer: _qk_clip(logits, measurement.threshold) for layer, logits in logits_of_layers.items()},
         "seconds": measurement.recorder.seconds() or {},
         "bytes": {"sent": measurement.recorder.bytes_sent, "reduced": numbers.bytes_reduced},
         "balance": _balance(measurement),
@@ -107,18 +112,21 @@ def report(measurement: Measurement) -> dict[str, Any]:
         return content
     by_group: dict[int, list[Values]] = {}
     by_kind: dict[str, list[Values]] = {}
-    for first_row, measured, factor in zip(numbers.first_rows, numbers.measured, measurement.factors, strict=True):
-        muon = measured.matrices is not None
+    for k, measured in enumerate(numbers.measured):
+        matrices, group_index = measured.matrices, measured.record.group_index
+        muon = matrices is not None
         stepped = measured.index not in measurement.idle if muon else measured.index in measurement.recorder.adamw_stepped
         if not stepped or not measured.elements:  # there is nothing to say of an empty matrix
             continue
-        rows = told["table"][first_row : first_row + measured.rows].double()
+        rows = told["table"][numbers.first_rows[k] :][: measured.rows].double()
         sigmas = largest_singular_values(rows[:, Column.LANCZOS :]).tolist() if muon else [0.0]
-        lr = float(told[f"lr {measured.group_index}"]) * factor
+        group = measurement.groups[group_index]
+        factor = lr_factor(group["adjust_lr_fn"], *matrices.lr_shape) if matrices is not None else 1.0
+        lr = float(told[f"lr {group_index}"]) * factor
         for name, row, sigma in zip(measured.names, rows.tolist(), sigmas, strict=True):
-            values = _values_of(row, measured, lr, sigma, vectors=numbers.vectors is not None)
+            values = _values_of(row, measured, lr, sigma, rounding=group["rounding"], vectors=numbers.vectors is not None)
             content["matrices" if muon else "adamw"][name] = values
-            by_group.setdefault(measured.group_index, []).append(values)
+            by_group.setdefault(group_index, []).append(values)
             by_kind.setdefault(measured.kind, []).append(values)
     content["groups"] = {str(index): _aggregate(members) for index, members in sorted(by_group.items())}
     content["kinds"] = {name: _aggregate(members) for name, members in by_kind.items()}
@@ -139,7 +147,7 @@ def _aggregate(members: Sequence[Mapping[str, Any]]) -> Values:
 
 
 def _qk_clip(logits: Tensor, threshold: float) -> Values:
-    """The largest logit of a layer, the smallest factor of a head, and how many heads were clipped."""
+    """The largest logit of a layer, the smallest factor of a head, and the number of clipped heads."""
     usable = logits[logits.isfinite()].double()
     largest = float(usable.max()) if usable.numel() else math.nan
     clipped = int((usable > threshold).sum())

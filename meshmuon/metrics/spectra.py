@@ -7,10 +7,10 @@ demand.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ PROBES = 4
 """Number of directions that estimate how far a matrix is from orthogonal."""
 
 _EXHAUSTED = 1e-5  # what is shorter, relative to the largest coefficient so far, is rounding: there is no further direction
-_SQUARINGS = 12
 _SEED = 20_261
 
 Multiply: TypeAlias = Callable[[Tensor], Tensor]
@@ -53,20 +52,7 @@ def squares(stacked: Tensor) -> Tensor:
     return rows.square_().sum(-1)
 
 
-class Inner(NamedTuple):
-    """How to work with several vectors that one tensor holds."""
-
-    dot: Callable[[Tensor, Tensor], Tensor]  # two such tensors → the inner product of each pair of vectors, (vectors,)
-    spread: Callable[[Tensor], Tensor]  # one value per vector, (vectors,) → in a shape in which they multiply the vectors
-
-
-ROWS = Inner(lambda a, b: (a * b).sum(1), lambda values: values.unsqueeze(1))
-"""Vectors that are the rows of a tensor, (batch, n)."""
-
-
-def tridiagonalise(
-    multiply: Multiply, start: Tensor, iterations: int, inner: Inner = ROWS, *, fully: bool = False
-) -> tuple[Tensor, list[Tensor]]:
+def tridiagonalise(multiply: Multiply, start: Tensor, iterations: int) -> Tensor:
     """Coefficients of tridiagonal matrices whose eigenvalues approximate those of larger symmetric matrices.
 
     A Lanczos iteration in which each new vector is made orthogonal to the two before it. Rounding may bring earlier ones back,
@@ -74,30 +60,25 @@ def tridiagonalise(
 
     Args:
         multiply: multiplies the vectors by the matrices.
-        start: unit vectors.
-        iterations: how many steps.
-        inner: how the vectors lie in the tensors; by default a row each.
-        fully: make each new vector orthogonal to all before it, twice. What rounding leaves of them would depend on the layout.
+        start: unit vectors, (batch, n).
+        iterations: number of steps.
 
     Returns:
-        (vectors, 2 · iterations): the diagonal, then the entries beside it, of which the last is always 0. And the tensors of
-        vectors, one per iteration, to which the rows of the tridiagonal matrices belong.
+        (batch, 2 · iterations): the diagonal, then the entries beside it, of which the last is always 0.
     """
-    basis = [start]
+    previous, vectors = torch.zeros_like(start), start
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
-    for step in range(iterations):
-        product = multiply(basis[-1])
-        diagonal.append(inner.dot(product, basis[-1]))
-        if step + 1 == iterations:
-            break
-        for earlier in 2 * basis if fully else basis[-2:]:
-            product = product - inner.spread(inner.dot(product, earlier)) * earlier
-        length = inner.dot(product, product).sqrt()
+    for _ in range(iterations):
+        product = multiply(vectors)
+        diagonal.append((product * vectors).sum(1))
+        for earlier in (previous, vectors):
+            product = product - (product * earlier).sum(1, keepdim=True) * earlier
+        length = (product * product).sum(1).sqrt()
         longer = length > _EXHAUSTED * torch.stack([*diagonal, *beside]).amax(0)
         beside.append(torch.where(longer, length, 0.0))
-        basis.append(product * inner.spread(torch.where(longer, length.reciprocal(), 0.0)))
-    return torch.stack([*diagonal, *beside, torch.zeros_like(diagonal[0])], dim=1), basis
+        previous, vectors = vectors, product * torch.where(longer, length.reciprocal(), 0.0).unsqueeze(1)
+    return torch.stack([*diagonal, *beside[:-1], torch.zeros_like(diagonal[0])], dim=1)
 
 
 def by_matrices(stacked: Tensor, norms: Tensor) -> Multiply:
@@ -108,7 +89,7 @@ def by_matrices(stacked: Tensor, norms: Tensor) -> Multiply:
         norms: their Frobenius norms, (batch,), in the dtype of ``stacked``.
     """
     a = wide(stacked)
-    scale = torch.where(norms > 0, norms.reciprocal(), 0.0).unsqueeze(1)
+    scale = norms.reciprocal().unsqueeze(1)  # a matrix of zeros gives NaN, which counts as 0
     # Multiplied before and after, not by the square: that would leave the range of float32.
     return lambda vectors: multiply_each(a, multiply_each(a.mT, vectors * scale)).mul_(scale)
 
@@ -121,27 +102,6 @@ def multiply_each(matrices: Tensor, vectors: Tensor) -> Tensor:
     if matrices.device.type != "cpu":
         return torch.bmm(matrices, vectors.unsqueeze(2)).squeeze(2)
     return torch.stack([torch.mv(matrix, vector) for matrix, vector in zip(matrices.unbind(), vectors.unbind(), strict=True)])
-
-
-def tridiagonal(coefficients: Tensor) -> Tensor:
-    """The matrices, (batch, n, n), of which ``tridiagonalise`` returned the coefficients."""
-    diagonal, beside = torch.tensor_split(coefficients, 2, dim=1)
-    above = torch.diag_embed(beside[:, :-1], offset=1)
-    return torch.diag_embed(diagonal) + above + above.mT
-
-
-def top_eigenvectors(symmetric: Tensor) -> Tensor:
-    """The eigenvectors of the largest eigenvalues of symmetric matrices, (batch, n), up to their lengths.
-
-    They come from powers of tiny matrices, not from a decomposition: no rank gets another sign, and NaN is not an error.
-    """
-    power = symmetric
-    for _ in range(_SQUARINGS):
-        power = power / torch.linalg.matrix_norm(power, keepdim=True)
-        power = power @ power
-    # All columns are multiples of the vector, up to what is left of the others. The longest has lost least to rounding.
-    column = torch.linalg.vector_norm(power, dim=1).argmax(1)
-    return power.gather(2, column.view(-1, 1, 1).expand(-1, power.size(1), 1)).squeeze(2)
 
 
 def defects(stacked: Tensor, directions: Tensor) -> Tensor:
@@ -164,11 +124,13 @@ def defects(stacked: Tensor, directions: Tensor) -> Tensor:
 def largest_singular_values(coefficients: Tensor) -> Tensor:
     """The largest singular value of each matrix relative to its Frobenius norm, (batch,), never above the true one.
 
-    ``coefficients`` are what ``tridiagonalise`` returned, on the host. Those of a broken run count as zeros: LAPACK refuses
-    infinities and NaN.
+    ``coefficients`` are what ``tridiagonalise`` returned, on the host. Those of a broken run, and of a matrix of zeros, count as
+    zeros: LAPACK refuses infinities and NaN.
     """
     finite = torch.where(coefficients.isfinite().all(1, keepdim=True), coefficients.double(), 0.0)
-    values: Tensor = torch.linalg.eigvalsh(tridiagonal(finite))
+    diagonal, beside = torch.tensor_split(finite, 2, dim=1)
+    # Only the lower triangle is read.
+    values: Tensor = torch.linalg.eigvalsh(torch.diag_embed(diagonal) + torch.diag_embed(beside[:, :-1], offset=-1))
     return values[:, -1].clamp_min(0.0).sqrt()
 
 
@@ -178,13 +140,6 @@ def bound_of(scheme: Scheme) -> float:
 
     For ``polar_express(l=1e-3)`` it is 1e-3. The worst distance from 1 is taken over [0.1, 1].
     """
-    grid = [10 ** (-k / 400) for k in range(2801)]  # from 1 down to 1e-7
+    grid = [10 ** (-k / 1000) for k in range(7001)]  # from 1 down to 1e-7
     allowed = max(abs(1 - scheme(x)) for x in grid if x >= 0.1) * (1 + 1e-3)
-    lost = next((k for k, x in enumerate(grid) if x < 0.1 and not abs(1 - scheme(x)) <= allowed), None)
-    if lost is None:
-        return grid[-1]
-    outside, inside = grid[lost], grid[lost - 1]
-    for _ in range(30):
-        middle = math.sqrt(outside * inside)
-        outside, inside = (outside, middle) if abs(1 - scheme(middle)) <= allowed else (middle, inside)
-    return inside
+    return min(itertools.takewhile(lambda x: abs(1 - scheme(x)) <= allowed, grid))

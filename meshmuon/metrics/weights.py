@@ -1,20 +1,15 @@
 """A rank's own pieces of the weights: what it counts of their norms, and its part in finding their largest singular values.
 
 No rank holds a weight whole. Each adds its part of a product of the weight and a vector, and the sum over the ranks is the
-product.
-
-**At the first measured step**, ``FIRST_STEPS`` steps of a Lanczos iteration on Wᵀ·W from a fixed start vector, with a reduction
-after each of their products. They give the vector v for which W·v is longest among all that those products can make.
-
-**At every measured step**, half of a power iteration: W·v, then Wᵀ·(W·v) at the next one, and so on. These products travel in the
-one reduction that the step makes anyway, and their lengths are the singular values.
+product. Every measured step makes half a power iteration: W·v, then Wᵀ·(W·v) at the next one, and so on. The products travel in
+the one reduction that the step makes anyway, and their lengths approach the largest singular value from below. The first
+measured step makes ``FIRST_HALVES`` of them, with a reduction between each and the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +19,10 @@ from ..layout import Layout, Ranges, Replicated, coordinates, local_indices
 from ..matrices import StridedRange
 from ..plan import PlannedParam
 from ..transport import Exchange
-from .spectra import Inner, multiply_each, probes, top_eigenvectors, tridiagonal, tridiagonalise
+from .spectra import multiply_each, probes
 
-FIRST_STEPS = 12
-"""Steps of the Lanczos iteration at the first measured step of a plan."""
+FIRST_HALVES = 16
+"""Half power iterations at the first measured step of a plan."""
 
 
 def counts_here(layouts: Sequence[Layout], rank: int) -> bool:
@@ -100,116 +95,59 @@ def _in_window(held: Ranges, window: StridedRange, device: torch.device) -> slic
     return slice(*ranges[0]) if len(ranges) == 1 else _indices(tuple(ranges)).to(device)
 
 
-class VectorPlace(NamedTuple):
-    """Where the vectors of a parameter, (matrices, longer side), are in a flat tensor of all vectors: from ``start`` on."""
-
-    start: int
-    matrices: int
-    longer: int
-    cols: int  # of the matrices
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.matrices * self.longer
-
-    def of(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.stop].view(self.matrices, self.longer)
-
-
 class WeightVectors:
-    """A unit vector for each matrix, flat and in the order of ``places``.
+    """A unit vector for each matrix: by the index of its parameter in the plan, (matrices, longer side).
 
     All ranks call ``restart`` at the same steps, ``begin`` and ``finish`` at each measured one.
 
     Args:
-        products: where ``begin`` writes this rank's part of the products, and ``finish`` finds the sums over all ranks.
-        private: how many elements at its beginning only this rank knows.
-        places: of each parameter of the plan.
-        local: what this rank counts of it.
+        products: where ``begin`` writes this rank's part of the products, which are zeros before, and ``finish`` finds the sums
+            over all ranks.
+        shared: the memory of those products that several ranks know.
+        local: what this rank counts of each parameter.
+        cols: the columns of the matrices of each parameter.
     """
 
     def __init__(
-        self, products: Tensor, private: int, places: Mapping[int, VectorPlace], local: Mapping[int, LocalMatrices]
+        self, products: Mapping[int, Tensor], shared: Tensor, local: Mapping[int, LocalMatrices], cols: Mapping[int, int]
     ) -> None:
-        self._products, self._private, self._places, self._local = products, private, places, local
-        self._inner = _segments([place.longer for place in places.values() for _ in range(place.matrices)], products.device)
-        start = torch.zeros_like(products, device="cpu")
-        for place in places.values():
-            place.of(start)[:, : place.cols] = probes(place.cols)[0]
-        self._start = start.to(products.device)
+        self._products, self._shared, self._local = products, shared, local
+        self._start = {k: torch.zeros_like(product) for k, product in products.items()}
+        for k, start in self._start.items():
+            start[:, : cols[k]] = probes(cols[k])[0]
         self.restart()
 
     def restart(self) -> None:
         """Starts over: the next ``begin`` is the first."""
         self.half_iterations = 0
-        self._kept = self._start
+        self._vectors = dict(self._start)
 
     def begin(self, pieces: Mapping[int, Tensor], exchange: Exchange | None, failure: KeptError) -> None:
-        """Writes this rank's part of the products; at the first measured step, finds the vectors before.
+        """Writes this rank's part of the products.
 
         ``pieces`` are what this rank counts of each weight, by the index of its parameter in the plan. ``failure`` keeps errors:
         the other ranks wait for the reductions.
         """
-        if self.half_iterations == 0:
-            self._find(pieces, exchange, failure)
-        with failure:
-            self._multiply(pieces, self._kept, self._products, transposed=self.half_iterations % 2 == 1)
-        self.half_iterations += 1
-
-    def finish(self) -> Tensor:
-        """The lengths of the products, which are complete now: the singular values. Keeps the products for the next step."""
-        lengths, self._kept = self._normalised(self._products)
-        return lengths
-
-    def _multiply(self, pieces: Mapping[int, Tensor], vectors: Tensor, result: Tensor, *, transposed: bool) -> None:
-        """Writes this rank's part of W·v, or of Wᵀ·v, of each weight W into ``result``, which is zero elsewhere."""
-        for k, piece in pieces.items():
-            place = self._places[k]
-            self._local[k].multiply(piece, place.of(vectors), place.of(result), transposed=transposed)
-
-    def _normalised(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """The lengths of ``vectors``, and the same with length 1; the kept ones where that is impossible."""
-        lengths = self._inner.dot(vectors, vectors).sqrt_()
-        usable = (lengths > 0) & lengths.isfinite()
-        unit = vectors * self._inner.spread(lengths.reciprocal())
-        return lengths, torch.where(self._inner.spread(usable) > 0, unit, self._kept)
-
-    def _find(self, pieces: Mapping[int, Tensor], exchange: Exchange | None, failure: KeptError) -> None:
-        """Replaces the vectors by those that come out of a Lanczos iteration, the same on all ranks."""
-        product = torch.zeros_like(self._start)
-        reductions = 0
-
-        def reduce() -> None:
-            nonlocal reductions
-            reductions += 1
-            if exchange is not None and product.numel() > self._private:
-                exchange.add_up(product[self._private :])
-
-        def multiply(vectors: Tensor) -> Tensor:
-            for transposed in (False, True):
-                factors = product.clone() if transposed else vectors
+        while True:
+            with failure:
+                for k, piece in pieces.items():
+                    transposed = self.half_iterations % 2 == 1
+                    self._local[k].multiply(piece, self._vectors[k], self._products[k], transposed=transposed)
+            self.half_iterations += 1
+            if self.half_iterations >= FIRST_HALVES:
+                return
+            if exchange is not None and self._shared.numel():
+                exchange.add_up(self._shared)
+            with failure:
+                self.finish()
+            for product in self._products.values():
                 product.zero_()
-                self._multiply(pieces, factors, product, transposed=transposed)
-                reduce()
-            return product.clone()
 
-        with failure:
-            coefficients, basis = tridiagonalise(multiply, self._start, FIRST_STEPS, self._inner, fully=True)
-            weights = top_eigenvectors(tridiagonal(coefficients))
-            vectors = torch.stack([self._inner.spread(weights[:, k]) * vector for k, vector in enumerate(basis)]).sum(0)
-            self._kept = self._normalised(vectors)[1]
-        product.zero_()
-        while reductions < 2 * FIRST_STEPS:  # it failed, for want of memory, say: the other ranks wait for the reductions
-            reduce()
-
-
-def _segments(sizes: Sequence[int], device: torch.device) -> Inner:
-    """Vectors of these sizes, one behind the other in a flat tensor of float32."""
-    counts = torch.tensor(sizes, dtype=torch.long, device="cpu")
-    vector_of = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts).to(device)
-
-    def dot(a: Tensor, b: Tensor) -> Tensor:
-        totals = torch.zeros(len(sizes), dtype=torch.float64, device=device)
-        return totals.index_add_(0, vector_of, a.double().mul_(b))
-
-    return Inner(dot, lambda values: values.float().index_select(0, vector_of))
+    def finish(self) -> dict[int, Tensor]:
+        """The lengths of the products, which are complete now: the singular values. Keeps the products for the next step."""
+        lengths = {k: torch.linalg.vector_norm(product, dim=1, dtype=torch.float64) for k, product in self._products.items()}
+        for k, product in self._products.items():
+            unit = (product / lengths[k].unsqueeze(1)).to(product.dtype)
+            # A weight of zeros, or one that is not finite, leaves the vector as it is.
+            self._vectors[k] = torch.where(unit.isfinite().all(1, keepdim=True), unit, self._vectors[k])
+        return lengths

@@ -20,12 +20,11 @@ from torch import Tensor
 from ..device import copy_to
 from ..errors import ConfigError, PlanError
 from ..layout import length
-from ..params.dtensors import as_dtensor, held_ranges, layout_text
-from ..params.groups import matrix_options_of
+from ..params.dtensors import held_ranges, layout_text
 from ..params.param_record import ParamRecord
 from ..torch_compat import local_part, profiler_range
 from .logits import check_logits, ordered, whole_logits
-from .projections import Layer, LayerKey, ProjectionParam, check_overlap, find_projection, read_clip_config, read_layer
+from .projections import HeadTable, LayerKey, Projection, find_projections, read_clip_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,9 @@ class QKClip:
         given = None if isinstance(clip_config, Mapping) and not clip_config else clip_config  # an empty mapping turns it off
         self._config = None if given is None else read_clip_config(given)
         self._given = None if given is None else dict(given)
-        self._key: Hashable = None  # what the buckets were built from
+        self._records: Sequence[ParamRecord] | None = None  # a step replaces them whenever a parameter changes
+        self._projections: list[Projection] = []  # among them
+        self._key: Hashable = None  # what else the buckets were built from
         self._buckets: list[_Bucket] = []
         self.clipped: frozenset[int] = frozenset()  # indices of the parameters that the last accepted logits clip
         self._nonfinite: int | Tensor = 0
@@ -62,7 +63,7 @@ class QKClip:
 
     @property
     def nonfinite_logits(self) -> int:
-        """How many logits so far were +∞ or NaN; their heads were not scaled. On a GPU, reading it waits for the device."""
+        """Number of logits so far that were +∞ or NaN; their heads were not scaled. On a GPU, reading it waits for the device."""
         return int(self._nonfinite)
 
     def check(self, params: Sequence[ParamRecord], qk_logits: Mapping[LayerKey, Tensor] | None) -> None:
@@ -81,18 +82,18 @@ class QKClip:
                 "qk_logits is empty, so nothing would be clipped. If it comes from MaxLogits.collect(), no forward has run "
                 "inside collecting(). For a step without clipping pass None."
             )
-        projections = [
-            ProjectionParam(projection, named, index)
-            for index, named in enumerate(params)
-            if (projection := find_projection(named.name, config)) is not None
-        ]
-        counts = tuple((layer, logits.numel()) for layer, logits in qk_logits.items())
-        key = tuple(map(_signature, projections)), counts
+        if params is not self._records:
+            self._records, self._projections, self._key = params, find_projections(params, config), None
+        key = (
+            tuple((layer, logits.numel()) for layer, logits in qk_logits.items()),
+            tuple((one.record.param.requires_grad, one.record.param_group["split"]) for one in self._projections),
+        )
         if key == self._key:
             return
-        layers = {layer: read_layer(layer, logits.numel(), projections, config) for layer, logits in qk_logits.items()}
-        check_overlap(layers)
-        self._buckets = _build_buckets(layers)
+        heads = HeadTable()
+        for layer, logits in qk_logits.items():
+            heads.add_layer(layer, logits.numel(), self._projections, config)
+        self._buckets = _build_buckets(heads, params)
         self.clipped = frozenset(index for bucket in self._buckets for index in bucket.members)
         self._key = key
 
@@ -118,7 +119,7 @@ class QKClip:
         with profiler_range("meshmuon::qk_clip"):
             logits = whole_logits(qk_logits)
             for k, bucket in enumerate(self._buckets):
-                joined = _joined(logits, bucket)
+                joined = torch.cat([copy_to(of_layer, bucket.slots.device).to(bucket.dtype) for of_layer in logits])
                 rows = torch.split(_row_factors(bucket, joined, self._config.threshold, skip_mask), bucket.sizes)
                 for member, factor in zip(bucket.members, rows, strict=True):
                     local = local_part(params[member].param)
@@ -129,70 +130,38 @@ class QKClip:
         return dict(zip(qk_logits, logits, strict=True))
 
 
-def _signature(member: ProjectionParam) -> Hashable:
-    """Everything of a projection that the buckets depend on."""
-    name, param = member.named.name, member.named.param
-    sharded = as_dtensor(param)
-    where = None if sharded is None else (sharded.device_mesh, sharded.placements)
-    # The local shape too: a parameter may have been replaced by another shard of the same global shape.
-    shapes = tuple(param.shape), tuple(local_part(param).shape)
-    split = matrix_options_of(member.named.param_group).split if member.projection.kind == "qkv" else None
-    return (name, member.param_index, shapes, where, param.device, param.dtype, param.requires_grad, split)
-
-
-def _build_buckets(layers: Mapping[LayerKey, Layer]) -> list[_Bucket]:
-    """All index tensors, on the devices where they are used. Heads and logits are numbered through over all layers."""
-    heads_of_logits: dict[str, list[int]] = {"q": [], "k": []}
-    head_count = 0
-    slots_by_bucket: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for layer in layers.values():
-        first_head = {}
-        for side, heads in layer.heads_of_logits.items():
-            first_head[side] = head_count
-            heads_of_logits[side] += [head_count + head for head in heads]
-            head_count += layer.head_counts[side]
-        for member, sections in layer.members:
-            param = member.named.param
-            if param.requires_grad:
-                slots = torch.zeros(param.shape[0], dtype=torch.long)
-                for section in sections:
-                    section.write_slots(slots, first_head[section.side])
-                dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-                slots_by_bucket.setdefault((param.device, dtype), []).append((member.param_index, slots[_local_rows(member)]))
+def _build_buckets(heads: HeadTable, params: Sequence[ParamRecord]) -> list[_Bucket]:
+    """All index tensors, on the devices where they are used."""
+    slots_by_bucket: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    for index, slots in heads.slots.items():
+        param = params[index].param
+        if param.requires_grad:
+            dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+            slots_by_bucket.setdefault((param.device, dtype), {})[index] = slots[_local_rows(params[index])]
     return [
         _Bucket(
-            members=tuple(index for index, _ in members),
-            sizes=[slots.numel() for _, slots in members],
-            heads_of_logits=torch.tensor(heads_of_logits["q"] + heads_of_logits["k"]).to(device),
-            head_count=head_count,
-            slots=torch.cat([slots for _, slots in members]).to(device),
+            members=tuple(members),
+            sizes=[slots.numel() for slots in members.values()],
+            heads_of_logits=torch.tensor(heads.of_logits["q"] + heads.of_logits["k"]).to(device),
+            head_count=heads.count,
+            slots=torch.cat(list(members.values())).to(device),
             dtype=dtype,
         )
         for (device, dtype), members in slots_by_bucket.items()
     ]
 
 
-def _local_rows(member: ProjectionParam) -> Tensor:
+def _local_rows(record: ParamRecord) -> Tensor:
     """The global row number of each row of the local tensor."""
-    name, param = member.named.name, member.named.param
-    local_shape, held = tuple(local_part(param).shape), held_ranges(param)
-    if not math.prod(local_shape):
+    name, held = record.name, held_ranges(record.param)
+    if not math.prod(record.local_shape):
         return torch.zeros(0, dtype=torch.long)
-    if tuple(map(length, held)) != local_shape:
+    if tuple(map(length, held)) != record.local_shape:
         raise PlanError(
-            f"{name} is on {layout_text(name, param)}, but this rank holds {local_shape}: its shards are not what its placements "
-            "say."
+            f"{name} is on {layout_text(name, record.param)}, but this rank holds {record.local_shape}: its shards are not what "
+            "its placements say."
         )
     return torch.cat([torch.arange(start, stop) for start, stop in held[0]])
-
-
-def _joined(logits: Sequence[Tensor], bucket: _Bucket) -> Tensor:
-    """The logits of all layers as one vector, on the bucket's device and in its dtype."""
-    device = bucket.slots.device
-    # Pinned logits are copied one by one: joined in host memory they would no longer be pinned, and the host would wait.
-    if len({layer_logits.device for layer_logits in logits}) > 1 or all(layer_logits.is_pinned() for layer_logits in logits):
-        logits = [copy_to(layer_logits, device) for layer_logits in logits]
-    return copy_to(torch.cat([layer_logits.to(bucket.dtype) for layer_logits in logits]), device)
 
 
 def _row_factors(bucket: _Bucket, logits: Tensor, threshold: float, skip_mask: Tensor | None) -> Tensor:

@@ -27,14 +27,8 @@ from .projections import LayerKey
 
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
-_ObservedHeads: TypeAlias = "tuple[int, int, tuple[tuple[LayerKey, int], ...]]"
-"""What a rank tells the others: its place among the tensor parallel ranks, their number, and its heads of each layer."""
-
-_Spans: TypeAlias = "dict[LayerKey, tuple[slice, slice]]"
-"""Where the heads of each layer are in the packed vector: those of all tensor parallel ranks, and this rank's own.
-
-With 8 heads over 2 tensor parallel ranks, the second layer is at slice(8, 16), and rank 1 has slice(12, 16) of it.
-"""
+_HeadCounts: TypeAlias = "dict[LayerKey, list[int]]"
+"""The number of heads of each layer on each of the tensor parallel ranks."""
 
 _lock = threading.Lock()
 _threads_inside = 0  # threads that are inside ``_uncompiled()``
@@ -82,9 +76,9 @@ class MaxLogits:
                 )
         self._attached: list[tuple[nn.Module, LayerKey]] = []
         self._maxima: dict[LayerKey, Tensor] = {}  # this rank's largest logits since the last collect()
-        self._observations: dict[LayerKey, int] = {}  # how often each layer was observed
+        self._observed: set[LayerKey] = set()  # layers that the forward of an attached module has observed
         self._collecting = False
-        self._spans: _Spans | None = None
+        self._head_counts: _HeadCounts | None = None  # as the ranks have agreed
 
     def attach(self, module: nn.Module, layer: LayerKey) -> None:
         """Observes a module's calls of ``F.scaled_dot_product_attention`` while collecting.
@@ -105,7 +99,7 @@ class MaxLogits:
             raise ConfigError("MaxLogits: detach modules after collecting, not during it.")
         self._attached.clear()
         self._maxima.clear()
-        self._spans = None
+        self._head_counts = None
 
     @contextmanager
     def collecting(self, *, eager: bool = True) -> Iterator[None]:
@@ -196,27 +190,25 @@ class MaxLogits:
 
     def _reduced(self, process_group: dist.ProcessGroup) -> dict[LayerKey, Tensor]:
         """The maxima over all ranks, from one vector of all heads of all layers and a flag that asks to compare heads again."""
-        if self._spans is None:
-            tp_size = len(self._tp_ranks)
-            tp_rank = self._tp_ranks.index(dist.get_rank()) if tp_size > 1 else 0
-            heads = tuple((layer, value.numel()) for layer, value in self._maxima.items())
-            observed = all_gather_objects((tp_rank, tp_size, heads), process_group, phase="agreement on attention layers")
-            self._spans = _assign_spans(observed, tp_rank)
-        spans = self._spans
-        changed = any(
-            layer not in spans or value.numel() != spans[layer][1].stop - spans[layer][1].start
-            for layer, value in self._maxima.items()
-        )
-        total = max(whole.stop for whole, _ in spans.values())
-        device = norm_device([value.device for value in self._maxima.values()], [process_group])
-        packed = torch.full((total + 1,), -math.inf, device=device)
-        packed[total] = float(changed)  # a flag, since ranks must reduce vectors of one length even if their heads have changed
-        if not changed:
-            for layer, value in self._maxima.items():
-                packed[spans[layer][1]] = copy_to(nan_as_infinity(value), device)
+        tp_size, maxima = len(self._tp_ranks), self._maxima
+        tp_rank = self._tp_ranks.index(dist.get_rank()) if tp_size > 1 else 0
+        if self._head_counts is None:
+            own = {layer: value.numel() for layer, value in maxima.items()}
+            observed = all_gather_objects((tp_rank, tp_size, own), process_group, phase="agreement on attention layers")
+            self._head_counts = _agreed_head_counts(observed)
+        counts = self._head_counts
+        changed = any(layer not in counts or value.numel() != counts[layer][tp_rank] for layer, value in maxima.items())
+        device = norm_device([value.device for value in maxima.values()], [process_group])
+        sizes = list(map(sum, counts.values()))
+        packed = torch.full((sum(sizes) + 1,), -math.inf, device=device)
+        *layers, flag = torch.split(packed, [*sizes, 1])
+        flag.fill_(changed)  # not another length, since all ranks must reduce vectors of one length
+        for (layer, heads), of_layer in zip(counts.items(), layers, strict=True):
+            if layer in maxima and not changed:
+                torch.split(of_layer, heads)[tp_rank].copy_(copy_to(nan_as_infinity(maxima[layer]), device))
         reduce_largest(packed, process_group)
-        if known_to_host(packed) and bool(packed[total] > 0):  # all ranks see the flag
-            self._spans = None
+        if known_to_host(flag) and bool(flag > 0):  # all ranks see it
+            self._head_counts = None
             return self._reduced(process_group)
         if changed:
             raise ConfigError(
@@ -224,8 +216,8 @@ class MaxLogits:
                 "ranks could only notice by waiting for their devices. Create a new MaxLogits after changing the model."
             )
         # The host may not know that another rank has raised. Infinite logits then keep this rank from scaling anything.
-        values = torch.where(packed[total] > 0, math.inf, packed[:total])
-        return {layer: values[whole] for layer, (whole, _) in spans.items()}
+        values = torch.where(flag > 0, math.inf, packed[:-1])
+        return dict(zip(counts, torch.split(values, sizes), strict=True))
 
     @contextmanager
     def _observing_forward(self, module: nn.Module, layer: LayerKey) -> Iterator[None]:
@@ -235,10 +227,10 @@ class MaxLogits:
 
         @wraps(forward)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            before = self._observations.get(layer, 0)
+            self._observed.discard(layer)
             with _SDPAObserver(self, layer):
                 result = forward(*args, **kwargs)
-            if self._observations.get(layer, 0) == before:
+            if layer not in self._observed:
                 raise ConfigError(
                     f"MaxLogits: {type(module).__name__} of layer {layer!r} never called F.scaled_dot_product_attention, so its "
                     "logits were not observed. Attach the module that calls it, or call observe() or observe_scores() in it."
@@ -269,7 +261,7 @@ class MaxLogits:
                 if known.shape != maxima.shape:
                     raise ConfigError(f"MaxLogits: layer {layer!r} had {known.numel()} heads and now has {maxima.numel()}.")
                 maxima = torch.maximum(known, maxima.to(known.device))
-            self._observations[layer] = self._observations.get(layer, 0) + 1
+            self._observed.add(layer)
             self._maxima[layer] = maxima
 
 
@@ -326,13 +318,14 @@ def _maxima_of_scores(layer: LayerKey, scores: Tensor) -> Tensor:
     return scores.amax([dim for dim in range(scores.dim()) if dim != scores.dim() - 2])
 
 
-def _assign_spans(observed: Mapping[int, _ObservedHeads], tp_rank: int) -> _Spans:
-    """Assigns each layer its span of the packed vector, from what all ranks have ``observed``; the same on all ranks."""
-    counts: dict[LayerKey, dict[int, int]] = {}  # by layer and position among the tensor parallel ranks, the number of heads
-    tp_sizes = set()
-    for rank, (position, tp_size, heads_of_rank) in observed.items():
-        tp_sizes.add(tp_size)
-        for layer, heads in heads_of_rank:
+def _agreed_head_counts(observed: Mapping[int, tuple[int, int, Mapping[LayerKey, int]]]) -> _HeadCounts:
+    """The heads of each layer, in the same order on all ranks.
+
+    ``observed`` is what each rank has told: its place among the tensor parallel ranks, their number, and its heads of each layer.
+    """
+    counts: dict[LayerKey, dict[int, int]] = {}  # by layer and position among the tensor parallel ranks
+    for rank, (position, _, heads_of_rank) in observed.items():
+        for layer, heads in heads_of_rank.items():
             known = counts.setdefault(layer, {}).setdefault(position, heads)
             if known != heads:
                 raise ConfigError(
@@ -341,20 +334,15 @@ def _assign_spans(observed: Mapping[int, _ObservedHeads], tp_rank: int) -> _Span
                 )
     if not counts:
         raise ConfigError("MaxLogits: no rank has observed anything: run a forward inside collecting() before collect().")
-    if len(tp_sizes) > 1:
-        raise ConfigError(f"MaxLogits: ranks have tp_groups of different sizes: {sorted(tp_sizes)}.")
-    spans: _Spans = {}
-    start = 0
-    for layer, head_counts in counts.items():
-        if set(head_counts) != set(range(max(tp_sizes))):
+    tp_size, *others = sorted({tp_size for _, tp_size, _ in observed.values()})
+    if others:
+        raise ConfigError(f"MaxLogits: ranks have tp_groups of different sizes: {[tp_size, *others]}.")
+    for layer, by_position in counts.items():
+        if len(by_position) < tp_size:
             raise ConfigError(
-                f"MaxLogits: only {sorted(head_counts)} of {max(tp_sizes)} tensor parallel ranks have observed layer {layer!r}."
+                f"MaxLogits: only {sorted(by_position)} of {tp_size} tensor parallel ranks have observed layer {layer!r}."
             )
-        own_start = start + sum(head_counts[position] for position in range(tp_rank))
-        stop = start + sum(head_counts.values())
-        spans[layer] = slice(start, stop), slice(own_start, own_start + head_counts[tp_rank])
-        start = stop
-    return spans
+    return {layer: [by_position[position] for position in range(tp_size)] for layer, by_position in counts.items()}
 
 
 @contextmanager

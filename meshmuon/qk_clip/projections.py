@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -36,9 +35,11 @@ _EXAMPLE = '{"head_dim": 128, "threshold": 100}'
 
 
 class Projection(NamedTuple):
-    """What the name of a projection says."""
+    """A parameter that is a projection, its index among all parameters, and what its name says."""
 
-    name: str  # without the components that wrappers insert
+    record: ParamRecord
+    param_index: int
+    module_name: str  # without the components that wrappers insert
     layer: LayerKey | None  # number of its layer; None where the name has none. A user's pattern may give a name instead
     kind: str  # "q", "k", "kv_b" (MLA's keys and values) or "qkv" (fused)
     bias: bool  # whether it is a bias; otherwise it is a weight
@@ -52,9 +53,8 @@ class ClipConfig:
     head_dim: int | None  # rows of a head of Wq and Wk; None where all layers are MLA
     q_indices: tuple[int, ...] | None  # query head of each logit; None if logit i belongs to query head i
     k_indices: tuple[int, ...] | None  # key head of each logit; None if the query heads share the key heads equally, in order
-    mla: (
-        tuple[int, ...] | None
-    )  # rows per head of MLA layers: without position, with rotary position, values; None if there are none
+    # Rows per head of MLA layers: without position, with rotary position, values; None if there are none.
+    mla: tuple[int, ...] | None
     patterns: tuple[tuple[str, re.Pattern[str]], ...]  # a user's own (kind, regular expression) pairs, which are tried first
 
 
@@ -86,30 +86,32 @@ def read_clip_config(given: Mapping[str, Any]) -> ClipConfig:
     return ClipConfig(float(threshold), head_dim, q_indices, k_indices, mla or None, _patterns(given.get("patterns")))
 
 
-@lru_cache(maxsize=1 << 16)  # the names of a model, at every step with logits
-def find_projection(name: str, config: ClipConfig) -> Projection | None:
-    """The projection that the parameter ``name`` is; None if it is no query or key projection."""
-    parts = name_parts(name)
-    plain = ".".join(parts)
-    bias = parts[-1] == "bias" or parts[-1].endswith("_bias")
-    for kind, pattern in config.patterns:
-        if match := pattern.search(plain):
-            layer = match["layer"]
-            return Projection(plain, int(layer) if layer.isdigit() else layer, kind, bias)
-    kind_of_name = _DIRECT.get(parts[-1])
-    if kind_of_name is None and len(parts) > 1 and parts[-1] in ("weight", "bias"):
-        kind_of_name = _KIND_OF.get(parts[-2].lower())
-    if kind_of_name is None:
-        return None
-    numbers = [int(part) for part in parts if part.isdigit()]
-    return Projection(plain, numbers[-1] if numbers else None, kind_of_name, bias)
+def find_projections(params: Sequence[ParamRecord], config: ClipConfig) -> list[Projection]:
+    """Those of the parameters that are query or key projections according to their names."""
+    found = []
+    for index, record in enumerate(params):
+        parts = name_parts(record.name)
+        name = ".".join(parts)
+        matches = ((kind, match) for kind, pattern in config.patterns if (match := pattern.search(name)))
+        layer: LayerKey | None
+        if by_pattern := next(matches, None):
+            kind, layer = by_pattern[0], by_pattern[1]["layer"]
+            layer = int(layer) if layer.isdigit() else layer
+        else:
+            kind = _DIRECT.get(parts[-1], "")
+            if not kind and len(parts) > 1 and parts[-1] in ("weight", "bias"):
+                kind = _KIND_OF.get(parts[-2].lower(), "")
+            layer = next((int(part) for part in reversed(parts) if part.isdigit()), None)
+        if kind:
+            found.append(Projection(record, index, name, layer, kind, bias=parts[-1] == "bias" or parts[-1].endswith("_bias")))
+    return found
 
 
 def belongs_to(projection: Projection, layer: LayerKey) -> bool:
     """Whether a projection belongs to the layer that a user names by number or by a module's name."""
     if isinstance(layer, int) or projection.layer == layer:
         return projection.layer == layer
-    return projection.name.startswith(".".join([*name_parts(layer), ""]))
+    return projection.module_name.startswith(".".join([*name_parts(layer), ""]))
 
 
 def _positive(given: Mapping[str, Any], key: str) -> int | None:
@@ -151,14 +153,6 @@ def _patterns(given: Any) -> tuple[tuple[str, re.Pattern[str]], ...]:
     return tuple(patterns)
 
 
-class ProjectionParam(NamedTuple):
-    """A parameter that is a projection, what its name says, and its index among all parameters."""
-
-    projection: Projection
-    named: ParamRecord
-    param_index: int
-
-
 class Section(NamedTuple):
     """Rows of a parameter that belong to the query heads or to the key heads.
 
@@ -170,69 +164,74 @@ class Section(NamedTuple):
     side: str  # "q" or "k"
     rows: StridedRange  # which rows
     heads: int  # number of heads
-    root: int  # how many rows of a head, from its first on, are scaled by √γ
-    full: int = 0  # how many of the following rows are scaled by γ
-    rest: int = 0  # how many are left; they are not scaled
+    root: int  # number of rows of a head, from its first on, that are scaled by √γ
+    full: int = 0  # number of the following rows that are scaled by γ
+    rest: int = 0  # number of the remaining rows, which are not scaled
 
     def write_slots(self, slots: Tensor, first: int) -> None:
-        """Writes the index of each row's factor in the vector (1, √γ of head 0, γ of head 0, √γ of head 1, γ of head 1, …).
-
-        ``slots`` has a number for each row of the parameter; ``first`` is this section's first head among all heads.
-        """
+        """Writes where the factors of these rows are; ``first`` is this section's first head among all heads."""
         kind = torch.tensor([1] * self.root + [2] * self.full + [0] * self.rest)
         of_heads = torch.where(kind > 0, kind + 2 * (first + torch.arange(self.heads).unsqueeze(1)), 0)
         blocks = self.rows.start + self.rows.period * torch.arange(self.rows.count).unsqueeze(1)
         slots[(blocks + torch.arange(self.rows.size)).flatten()] = of_heads.flatten()
 
 
-class Layer(NamedTuple):
-    """A layer with logits: its parameters, each with its sections, and for the sides "q" and "k" the head of each logit.
+class HeadTable:
+    """The heads of all layers with logits, numbered through: their logits, and their rows in the parameters.
 
-    With 4 query heads that share 2 key heads, ``heads_of_logits`` is ``{"q": (0, 1, 2, 3), "k": (0, 0, 1, 1)}`` and
-    ``head_counts`` is ``{"q": 4, "k": 2}``.
+    Attributes:
+        of_logits: for the sides "q" and "k", the head of each logit. In the first layer, 4 query heads that share 2 key heads are
+            ``{"q": [0, 1, 2, 3], "k": [4, 4, 5, 5]}``.
+        count: number of heads.
+        slots: by the index of a parameter, where each row's factor is in the vector (1, √γ of head 0, γ of head 0, √γ of head 1,
+            γ of head 1, …).
     """
 
-    members: list[tuple[ProjectionParam, tuple[Section, ...]]]
-    heads_of_logits: dict[str, tuple[int, ...]]
-    head_counts: dict[str, int]
+    def __init__(self) -> None:
+        self.of_logits: dict[str, list[int]] = {"q": [], "k": []}
+        self.count = 0
+        self.slots: dict[int, Tensor] = {}
+        self._key_of: dict[int, LayerKey] = {}  # index of a parameter → the layer to which it belongs
 
-
-def read_layer(layer: LayerKey, count: int, projections: Sequence[ProjectionParam], config: ClipConfig) -> Layer:
-    """Finds the projections, their heads and the logits of each head, for a layer for which the user passed ``count`` logits."""
-    members = [member for member in projections if belongs_to(member.projection, layer)]
-    candidates = {kind: _only_weight(layer, kind, members) for kind in ("q", "k", "kv_b", "qkv")}
-    weights = {kind: weight for kind, weight in candidates.items() if weight is not None}
-    if set(weights) not in ({"q", "k"}, {"q", "kv_b"}, {"qkv"}):
-        raise ConfigError(_missing_projections(layer, set(weights), members, projections))
-    sections = {kind: _sections_of(layer, weight, config, mla="kv_b" in weights) for kind, weight in weights.items()}
-    head_counts = {section.side: section.heads for parts in sections.values() for section in parts}
-    chosen = [member for member in members if member.projection.kind in weights]
-    for member in chosen:
-        weight = weights[member.projection.kind].named
-        rows, weight_rows = member.named.param.shape[0], weight.param.shape[0]
-        if rows != weight_rows:
-            raise ConfigError(
-                f"{member.named.name} (layer {layer!r}) has {rows} rows, its weight {weight.name} has {weight_rows}."
-            )
-    members_and_sections = [(member, sections[member.projection.kind]) for member in chosen]
-    return Layer(members_and_sections, _heads_of_logits(layer, count, head_counts, config), head_counts)
-
-
-def _only_weight(layer: LayerKey, kind: str, members: Sequence[ProjectionParam]) -> ProjectionParam | None:
-    weights = [member for member in members if member.projection.kind == kind and not member.projection.bias]
-    if len(weights) > 1:
-        names = ", ".join(weight.named.name for weight in weights)
-        raise ConfigError(
-            f"qk_logits: layer {layer!r} has {len(weights)} {kind} projections: {names}. Name the attention module instead of "
-            f"the number, as in qk_logits={{{weights[0].projection.name.rsplit('.', 2)[0]!r}: ...}}."
-        )
-    return weights[0] if weights else None
+    def add_layer(self, layer: LayerKey, logit_count: int, projections: Sequence[Projection], config: ClipConfig) -> None:
+        """Finds the projections of a layer for which the user passed ``logit_count`` logits, and their heads."""
+        members = [member for member in projections if belongs_to(member, layer)]
+        weights: dict[str, Projection] = {}
+        for member in members:
+            if not member.bias and weights.setdefault(member.kind, member) is not member:
+                same_kind = [one for one in members if one.kind == member.kind and not one.bias]
+                raise ConfigError(
+                    f"qk_logits: layer {layer!r} has {len(same_kind)} {member.kind} projections: "
+                    f"{', '.join(one.record.name for one in same_kind)}. Name the attention module instead of the number, as in "
+                    f"qk_logits={{{same_kind[0].module_name.rsplit('.', 2)[0]!r}: ...}}."
+                )
+        if set(weights) not in ({"q", "k"}, {"q", "kv_b"}, {"qkv"}):
+            raise ConfigError(_missing_projections(layer, set(weights), members, projections))
+        sections = {kind: _sections_of(layer, weight, config, mla="kv_b" in weights) for kind, weight in weights.items()}
+        head_counts = {section.side: section.heads for parts in sections.values() for section in parts}
+        first_head = {"q": self.count, "k": self.count + head_counts["q"]}
+        self.count += sum(head_counts.values())
+        for side, heads in _heads_of_logits(layer, logit_count, head_counts, config).items():
+            self.of_logits[side] += [first_head[side] + head for head in heads]
+        for member in members:
+            if member.kind in weights:
+                record, index, weight = member.record, member.param_index, weights[member.kind].record
+                if record.shape[0] != weight.shape[0]:
+                    raise ConfigError(
+                        f"{record.name} (layer {layer!r}) has {record.shape[0]} rows, its weight {weight.name} has "
+                        f"{weight.shape[0]}."
+                    )
+                if self._key_of.setdefault(index, layer) != layer:
+                    raise ConfigError(f"qk_logits: the layers {self._key_of[index]!r} and {layer!r} both mean {record.name}.")
+                self.slots[index] = torch.zeros(record.shape[0], dtype=torch.long)
+                for section in sections[member.kind]:
+                    section.write_slots(self.slots[index], first_head[section.side])
 
 
 def _missing_projections(
-    layer: LayerKey, kinds: set[str], members: Sequence[ProjectionParam], projections: Sequence[ProjectionParam]
+    layer: LayerKey, kinds: set[str], members: Sequence[Projection], projections: Sequence[Projection]
 ) -> str:
-    names = [member.named.name for member in (members or projections) if not member.projection.bias]
+    names = [member.record.name for member in (members or projections) if not member.bias]
     listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     what = "has no query and key projections"
     if kinds:
@@ -244,9 +243,9 @@ def _missing_projections(
     )
 
 
-def _sections_of(layer: LayerKey, weight: ProjectionParam, config: ClipConfig, *, mla: bool) -> tuple[Section, ...]:
+def _sections_of(layer: LayerKey, weight: Projection, config: ClipConfig, *, mla: bool) -> tuple[Section, ...]:
     """The heads in a weight, checked against its rows. ``mla`` says whether the layer has MLA's projections."""
-    name, shape, kind = weight.named.name, tuple(weight.named.param.shape), weight.projection.kind
+    name, shape, kind = weight.record.name, tuple(weight.record.param.shape), weight.kind
     where = f"{name} (layer {layer!r})"
     if len(shape) != 2:
         raise ConfigError(f"{where} has shape {shape}; QK-clip needs two dims, (heads × head_dim, in).")
@@ -263,7 +262,7 @@ def _sections_of(layer: LayerKey, weight: ProjectionParam, config: ClipConfig, *
         return (_section(where, "k", rows, (nope, 0, value), "qk_nope_head_dim + v_head_dim"),)
     parts = {kind: rows}
     if kind == "qkv":
-        found = find_matrices(name, shape, matrix_options_of(weight.named.param_group))
+        found = find_matrices(name, shape, matrix_options_of(weight.record.param_group))
         if len(found) != 3:
             raise ConfigError(
                 f"{where} holds queries, keys and values in {shape[0]} rows, but its group's split has "
@@ -315,14 +314,3 @@ def _heads_of_logits(layer: LayerKey, count: int, heads: Mapping[str, int], conf
                 f"clip_config: {side}_indices name head {max(indices)}, but layer {layer!r} has {heads[side]} heads."
             )
     return found
-
-
-def check_overlap(layers: Mapping[LayerKey, Layer]) -> None:
-    """Raises if two keys mean the same layer, which would be scaled twice."""
-    key_of: dict[str, LayerKey] = {}
-    for key, layer in layers.items():
-        for member, _ in layer.members:
-            name = member.named.name
-            if name in key_of:
-                raise ConfigError(f"qk_logits: the layers {key_of[name]!r} and {key!r} both mean {name}.")
-            key_of[name] = key

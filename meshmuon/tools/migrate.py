@@ -1,14 +1,12 @@
-"""States of Keller Jordan's Muon, nanochat's, dion's and Motif's, converted for this one.
+"""States of other optimizers, converted for this one: torch's, Keller Jordan's, nanochat's, dion's and Motif's.
 
-The first two keep momentum as a mean, as ``torch.optim.Muon`` does; the others as a sum, as it is here. docs/migrate.md
-translates the options.
+The first three keep momentum as a mean, the others as a sum, as it is here. docs/migrate.md translates the options.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,59 +14,88 @@ from torch import Tensor
 from ..errors import StateError
 from ..optim import Muon
 from ..params.checks import shown
-from .checkpoint import SavedParam, is_state_dict, raises_state_errors, state_dict_from
-
-StateDict: TypeAlias = Mapping[str, Any]
+from ..state.param_state import ADAMW_KEYS, MOMENTUM
+from .foreign_state import SavedForm, SavedGroup, SavedParam, StateDict, loadable, raises_state_errors, ranks_of, saved_groups
 
 _LIKE_KELLER = {"nesterov": True, "adjust_lr_fn": "original"}
 _KELLER_SCHEME = {"ns_steps": 5, "scheme": ((3.4445, -4.7750, 2.0315),) * 5}
-_ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _DION_ALGORITHMS = ("muon", "normuon", "adamw")
 _DION_LR_RULES = {None: None, "spectral_norm": "spectral", "rms_norm": "match_rms_adamw"}
 
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What an optimizer saves: keys of all its param groups, of those of each kind, and of the state of a parameter."""
-
-    whose: str
-    is_muon: Callable[[StateDict], bool]
-    group: tuple[str, ...] = ()
-    muon_group: tuple[str, ...] = ("momentum",)
-    adam_group: tuple[str, ...] = ("betas", "eps")
-    muon_state: tuple[str, ...] = ("momentum_buffer",)
-    adam_state: tuple[str, ...] = _ADAMW_KEYS
-
-
-_KELLER_FORM = _Form("Keller Jordan's Muon", lambda group: bool(group.get("use_muon", True)))
-_NANOCHAT_FORM = _Form("nanochat's MuonAdamW", lambda group: bool(group["kind"] == "muon"), group=("kind",))
-_MOTIF_FORM = _Form(
+_TORCH_MUON = SavedForm("torch.optim.Muon", lambda group: True, is_mean=True, names="param_names")
+_TORCH_ADAMW = SavedForm("torch.optim.AdamW", lambda group: False, names="param_names")
+_KELLER = SavedForm(
+    "Keller Jordan's Muon",
+    lambda group: bool(group.get("use_muon", True)),
+    is_mean=True,
+    unsaved={**_LIKE_KELLER, **_KELLER_SCHEME},
+)
+_NANOCHAT = SavedForm("nanochat's MuonAdamW", lambda group: bool(group["kind"] == "muon"), is_mean=True, unsaved=_LIKE_KELLER)
+_MOTIF = SavedForm(
     "Motif's Muon",
     lambda group: bool(group["use_muon"]),
-    group=("use_muon",),
-    adam_group=("adamw_betas", "adamw_eps"),
-    adam_state=("step", "moment1", "moment2"),
+    moments=("step", "moment1", "moment2"),
+    unsaved={"adjust_lr_fn": "match_rms_adamw"},
+    names="names",
 )
-_DION_FORM = _Form(
+_DION = SavedForm(
     "dion's Muon or NorMuon",
     lambda group: bool(group["algorithm"] != "adamw"),
-    group=("algorithm", "mu", "beta1", "beta2", "epsilon", "step"),
-    muon_group=(),
-    adam_group=(),
-    muon_state=("momentum",),
-    adam_state=("momentum", "variance"),
+    momentum="momentum",
+    moments=("step", "momentum", "variance"),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedGroup:
-    """A param group of the saved state."""
+@raises_state_errors
+def convert_torch_state(
+    optimizer: Muon,
+    muon_state: Mapping[str, Any] | None,
+    adamw_state: Mapping[str, Any] | None,
+    *,
+    muon_names: Sequence[str] | None = None,
+    adamw_names: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """A state_dict for ``optimizer`` from those of ``torch.optim.Muon`` and ``torch.optim.AdamW`` over the same parameters.
 
-    form: _Form
-    use_muon: bool
-    options: Mapping[str, Any]
-    keys: Sequence[Any]
-    names: Sequence[str]
+    Parameters are matched by name. torch keeps momentum as a mean, ``buf ← μ·buf + (1 − μ)·G``; meshmuon keeps it as a sum,
+    ``M ← μ·M + G``. The momentum therefore becomes ``buf / (1 − μ)``. Every later update differs by that one factor, which
+    orthogonalisation removes, so training continues as it would have with torch. lr, weight decay, momentum, Nesterov, betas,
+    eps, coefficients and the learning-rate rule are converted as well. torch orthogonalises in bfloat16: pass
+    ``compute_dtype=torch.bfloat16`` to do the same.
+
+    Args:
+        optimizer: the optimizer that will load the result. Its param groups decide which parameters are Muon's; nothing changes.
+        muon_state: ``state_dict()`` of ``torch.optim.Muon``; None if there was none.
+        adamw_state: ``state_dict()`` of ``torch.optim.AdamW``; None if there was none.
+        muon_names: names of Muon's parameters in its order, for an optimizer that was not built from named parameters.
+        adamw_names: the same for AdamW.
+
+    Returns:
+        What ``optimizer.load_state_dict`` takes.
+    """
+    saved: dict[str, SavedParam] = {}
+    of_muon = _TORCH_MUON, muon_state, muon_names, "muon_names"
+    for form, state, names, argument in (of_muon, (_TORCH_ADAMW, adamw_state, adamw_names, "adamw_names")):
+        if state is None:
+            continue
+        for group in saved_groups(ranks_of([state], form), names, form, argument):
+            params = group.params(state["state"], **_torchs_options(group))
+            if twice := saved.keys() & params:
+                raise StateError(f"{min(twice)} is in the states of both torch.optim.Muon and torch.optim.AdamW: keep one.")
+            saved |= params
+    return loadable(optimizer, saved)
+
+
+def _torchs_options(group: SavedGroup) -> dict[str, Any]:
+    options, name = group.options, next(iter(group.names.values()), "a group")
+    if group.use_muon:
+        steps = {"ns_steps": options["ns_steps"], "scheme": (tuple(options["ns_coefficients"]),) * options["ns_steps"]}
+        return {**steps, "nesterov": options["nesterov"], "adjust_lr_fn": options["adjust_lr_fn"] or "original"}
+    if options.get("amsgrad"):
+        raise StateError(f"{name}: its state is from AdamW with amsgrad=True, which meshmuon's AdamW does not do.")
+    if not options.get("decoupled_weight_decay", True) and options["weight_decay"]:
+        raise StateError(f"{name}: its state is from Adam, whose weight decay goes through the gradient; AdamW's does not.")
+    return {}
 
 
 @raises_state_errors
@@ -87,18 +114,17 @@ def convert_keller_state(optimizer: Muon, states: StateDict | Sequence[StateDict
     Returns:
         What ``optimizer.load_state_dict`` takes.
     """
-    ranks = _ranks(states, _KELLER_FORM)
-    saved = list(_saved_groups(ranks, names, _KELLER_FORM))
-    found = {key: rank["state"][key] for rank in reversed(ranks) for key in rank["state"] if rank["state"][key]}
-    for group in saved:
-        for key, name in zip(group.keys, group.names, strict=True):
-            if found and key not in found:  # it makes state for every parameter at its first step
+    ranks, saved = ranks_of(states, _KELLER), dict[str, SavedParam]()
+    entries = {key: entry for rank in reversed(ranks) for key, entry in rank["state"].items() if entry}
+    for group in saved_groups(ranks, names, _KELLER):
+        for key, name in group.names.items():
+            if entries and key not in entries:  # it makes state for every parameter at its first step
                 raise StateError(
                     f"{name} has no state on the {len(ranks)} rank(s) whose states were given. Keller Jordan's Muon keeps each "
                     "momentum on one rank: pass the states of all ranks, states=[state of rank 0, state of rank 1, ...]."
                 )
-            _checked_entry(group, name, found.get(key))
-    return _converted(optimizer, saved, found, {**_LIKE_KELLER, **_KELLER_SCHEME}, is_mean=True)
+        saved |= group.params(entries)
+    return loadable(optimizer, saved)
 
 
 @raises_state_errors
@@ -117,17 +143,50 @@ def convert_nanochat_state(optimizer: Muon, states: StateDict | Sequence[StateDi
     Returns:
         What ``optimizer.load_state_dict`` takes.
     """
-    ranks = _ranks(states, _NANOCHAT_FORM)
-    saved = list(_saved_groups(ranks, names, _NANOCHAT_FORM))
+    ranks, saved = ranks_of(states, _NANOCHAT), dict[str, SavedParam]()
     shapes = {
-        name: param.shape
-        for group in optimizer.param_groups
-        for name, param in zip(group["param_names"], group["params"], strict=True)
+        name: p.shape for live in optimizer.param_groups for name, p in zip(live["param_names"], live["params"], strict=True)
     }
-    found: dict[Any, dict[str, Any]] = {}
-    for group in saved:
-        found |= _stacked_momentum(group, ranks) if group.use_muon else _joined_moments(group, ranks, shapes)
-    return _converted(optimizer, saved, found, _LIKE_KELLER, is_mean=True)
+    for group in saved_groups(ranks, names, _NANOCHAT):
+        saved |= group.params(_stacked_momentum(group, ranks) if group.use_muon else _joined_moments(group, ranks, shapes))
+    return loadable(optimizer, saved)
+
+
+def _stacked_momentum(group: SavedGroup, ranks: Sequence[StateDict]) -> dict[Any, StateDict]:
+    """The momentum of each parameter of a group: ranks keep equal stacks, under the key of the group's first parameter."""
+    keys = list(group.names)
+    stacks = [rank["state"].get(keys[0], {}).get(MOMENTUM) for rank in ranks]
+    if all(stack is None for stack in stacks):
+        return {}
+    each = -(-len(keys) // len(ranks))
+    if any(stack is None or len(stack) != each for stack in stacks):
+        raise StateError(
+            f"{group.names[keys[0]]}: {len(keys)} momenta over {len(ranks)} rank(s) are {each} per rank, the states have "
+            f"{[0 if stack is None else len(stack) for stack in stacks]}. Pass the states of all ranks, in their order."
+        )
+    buffers = torch.cat(stacks)  # those after the last are padding
+    return {key: {MOMENTUM: buffer} for key, buffer in zip(keys, buffers[: len(keys)], strict=True)}
+
+
+def _joined_moments(
+    group: SavedGroup, ranks: Sequence[StateDict], shapes: Mapping[str, torch.Size]
+) -> dict[Any, dict[str, Tensor]]:
+    """Adam's moments of a group: whole on every rank, or cut over the ranks along the first dim."""
+    joined: dict[Any, dict[str, Tensor]] = {}
+    for key, name in group.names.items():
+        parts = [group.state(name, rank["state"].get(key)) for rank in ranks]
+        if any(parts) and not all(parts):
+            raise StateError(f"{name} has state on some ranks only: the states are not of one step.")
+        joined[key] = parts[0]
+        for moment in ADAMW_KEYS[1:] if parts[0] and name in shapes else ():
+            if parts[0][moment].shape != shapes[name]:
+                joined[key][moment] = torch.cat([part[moment] for part in parts])
+            if (shape := tuple(joined[key][moment].shape)) != tuple(shapes[name]):
+                raise StateError(
+                    f"{name}: {moment} of {len(ranks)} rank(s) has shape {shape}, the parameter has {tuple(shapes[name])}. Pass "
+                    "the states of all ranks, in their order."
+                )
+    return joined
 
 
 @raises_state_errors
@@ -145,26 +204,11 @@ def convert_motif_state(optimizer: Muon, state: StateDict, names: Iterable[str] 
     Returns:
         What ``optimizer.load_state_dict`` takes.
     """
-    ranks = _ranks(state, _MOTIF_FORM, several=False)
-    if names is None:
-        groups = state["param_groups"]
-        if not all(len(group.get("names", ())) == len(group["params"]) for group in groups):
-            raise StateError(
-                "not all groups of the saved state have names (Motif names the matrices only): pass names=[...], the names of "
-                "its parameters in its order, group after group."
-            )
-        names = [name for group in groups for name in group["names"]]
-    saved, found = [], {}
-    renamed = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
-    for group in _saved_groups(ranks, names, _MOTIF_FORM):
-        options = {**group.options, "adjust_lr_fn": "match_rms_adamw"}
-        if not group.use_muon:
-            options |= {key: options[f"adamw_{key}"] for key in ("betas", "eps")}
-        saved.append(replace(group, options=options))
-        for key, name in zip(group.keys, group.names, strict=True):
-            if entry := _checked_entry(group, name, state["state"].get(key)):
-                found[key] = {renamed.get(k, k): value for k, value in entry.items()}
-    return _converted(optimizer, saved, found)
+    saved: dict[str, SavedParam] = {}
+    for group in saved_groups(ranks_of([state], _MOTIF), names, _MOTIF):
+        renamed = {} if group.use_muon else {key: group.options[f"adamw_{key}"] for key in ("betas", "eps")}
+        saved |= group.params(state["state"], **renamed)
+    return loadable(optimizer, saved)
 
 
 @raises_state_errors
@@ -184,31 +228,20 @@ def convert_dion_state(optimizer: Muon, state: StateDict, names: Iterable[str]) 
     Returns:
         What ``optimizer.load_state_dict`` takes.
     """
-    saved, found = [], {}
-    for group in _saved_groups(_ranks(state, _DION_FORM, several=False), names, _DION_FORM):
-        options = dict(group.options)
-        _check_dions_choices(options)
-        rule = _DION_LR_RULES.get(options.get("adjust_lr"))  # None keeps the rule that is here
-        options |= {key: float(options[key]) for key in ("lr", "weight_decay", "initial_lr") if key in options}  # from tensors
-        options |= {"momentum": float(options["mu"]), "eps": float(options["epsilon"])}
-        options["betas"] = float(options["beta1"]), float(options["beta2"])
-        if group.use_muon and "cautious_wd" in options:
-            options["cautious_weight_decay"] = bool(options["cautious_wd"])
-        saved.append(replace(group, options=options if rule is None else {**options, "adjust_lr_fn": rule}))
-        if options["step"] == 0:  # dion makes state of zeros before its first step
-            continue
-        for key, name in zip(group.keys, group.names, strict=True):
-            entry = _checked_entry(group, name, state["state"].get(key))
-            if entry and group.use_muon:
-                found[key] = {"momentum_buffer": entry["momentum"]}
-            elif entry:
-                step = float(entry.get("step_dev", 0)) or options["step"]  # older versions count per group only
-                found[key] = {"step": step, "exp_avg": entry["momentum"], "exp_avg_sq": entry["variance"]}
-    return _converted(optimizer, saved, found)
+    saved: dict[str, SavedParam] = {}
+    for group in saved_groups(ranks_of([state], _DION), names, _DION):
+        translated, steps = _dions_options(group), group.options["step"]
+        entries = {key: dict(state["state"].get(key, {})) for key in group.names if steps}  # before its first step all are zeros
+        for entry in entries.values():
+            if entry:
+                entry["step"] = float(entry.get("step_dev", 0)) or steps  # older versions count per group only
+        saved |= group.params(entries, **translated)
+    return loadable(optimizer, saved)
 
 
-def _check_dions_choices(options: Mapping[str, Any]) -> None:
-    """Refuses an algorithm or a learning-rate rule of a group that has no counterpart here."""
+def _dions_options(group: SavedGroup) -> dict[str, Any]:
+    """Options by their names here; refuses an algorithm and a learning-rate rule that have no counterpart here."""
+    options = group.options
     if options["algorithm"] not in _DION_ALGORITHMS:
         raise StateError(
             f"a group of the saved state was stepped with algorithm={options['algorithm']!r}, which meshmuon does not have; it "
@@ -221,136 +254,17 @@ def _check_dions_choices(options: Mapping[str, Any]) -> None:
             f"{', '.join(map(repr, _DION_LR_RULES))}. For another rule, set it to None in the saved state and build the "
             "optimizer with adjust_lr_fn=lambda rows, cols: ..."
         )
-    if options["algorithm"] == "adamw" and options.get("cautious_wd") and options["weight_decay"]:
-        raise StateError(
-            "a group of the saved state was stepped by AdamW with cautious_wd=True, which meshmuon has for Muon's matrices only. "
-            "Set it to False in the saved state to go on with ordinary weight decay."
-        )
-
-
-def _ranks(states: Any, form: _Form, *, several: bool = True) -> Sequence[StateDict]:
-    """The saved state of every rank, after checking that it has the form of a state_dict."""
-    as_one = isinstance(states, Mapping) or not isinstance(states, Iterable) or not several
-    ranks = [states] if as_one else list(states)
-    if not ranks:
-        raise StateError("states is empty: give the state_dict, or a list with that of every rank.")
-    for state in ranks:
-        if not is_state_dict(state):
-            is_dict = isinstance(state, Mapping)
-            found = f"a dict with the keys {sorted(map(str, state))[:6]}" if is_dict else f"a {type(state).__name__}"
+    translated: dict[str, Any] = {
+        key: float(options[key]) for key in ("lr", "weight_decay", "initial_lr") if key in options
+    }  # from tensors
+    if not group.use_muon:
+        if options.get("cautious_wd") and options["weight_decay"]:
             raise StateError(
-                f"the saved state is {found}, which is not a state_dict of {form.whose}: pass what its state_dict() returned, a "
-                "dict with a dict 'state' and a list 'param_groups'."
+                "a group of the saved state was stepped by AdamW with cautious_wd=True, which meshmuon has for Muon's matrices "
+                "only. Set it to False in the saved state to go on with ordinary weight decay."
             )
-    return ranks
-
-
-def _checked_entry(group: _SavedGroup, name: str, entry: StateDict | None) -> StateDict:
-    """The state of a parameter, with all that its optimizer saves; empty if there is none, so that it starts from zero."""
-    expected = group.form.muon_state if group.use_muon else group.form.adam_state
-    for key in expected if entry else ():
-        value = (entry or {}).get(key)
-        if value is None or not (isinstance(value, Tensor) or key == "step"):
-            raise StateError(
-                f"{name}: {key} is {shown(value)} in its saved state, which has {sorted(map(str, entry or ()))}; "
-                f"{group.form.whose} saves {', '.join(expected)} for it. An empty entry starts it from zero on purpose."
-            )
-    return entry or {}
-
-
-def _saved_groups(ranks: Sequence[StateDict], names: Iterable[str], form: _Form) -> Iterator[_SavedGroup]:
-    groups = ranks[0]["param_groups"]
-    for number, rank in enumerate(ranks):
-        if [group["params"] for group in rank["param_groups"]] != [group["params"] for group in groups]:
-            raise StateError(
-                f"the state of rank {number} has other param groups than that of rank 0: they are from different runs."
-            )
-    listed = [] if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable) else list(names)
-    if not (listed and all(isinstance(name, str) for name in listed)):
-        raise StateError(
-            f"names={shown(names)} must be the list of the names of the saved optimizer's parameters in its order, group after "
-            "group; docs/migrate.md shows how to list them."
-        )
-    count = sum(len(group["params"]) for group in groups)
-    if len(listed) != count or len(set(listed)) != count:
-        raise StateError(f"names has {len(set(listed))} different names for {count} parameters of the saved state.")
-    rest = iter(listed)
-    for number, group in enumerate(groups):
-        _need(form, number, group, ("lr", "weight_decay", *form.group))
-        use_muon = form.is_muon(group)
-        _need(form, number, group, form.muon_group if use_muon else form.adam_group)
-        keys = list(group["params"])
-        yield _SavedGroup(form, use_muon, group, keys, [next(rest) for _ in keys])
-
-
-def _need(form: _Form, number: int, group: StateDict, keys: Iterable[str]) -> None:
-    if missing := [key for key in keys if group.get(key) is None]:
-        raise StateError(
-            f"group {number} of the saved state has no {', '.join(missing)}, which {form.whose} saves: it is not whole, or the "
-            "state of another optimizer. docs/migrate.md lists the functions for other optimizers."
-        )
-
-
-def _stacked_momentum(group: _SavedGroup, ranks: Sequence[StateDict]) -> dict[Any, dict[str, Any]]:
-    """The momentum of each parameter of a group: ranks keep equal stacks, under the key of the group's first parameter."""
-    stacks = [rank["state"].get(group.keys[0], {}).get("momentum_buffer") for rank in ranks]
-    if all(stack is None for stack in stacks):
-        return {}
-    count, each = len(group.keys), -(-len(group.keys) // len(ranks))
-    if any(stack is None or len(stack) != each for stack in stacks):
-        raise StateError(
-            f"{group.names[0]}: {count} momenta over {len(ranks)} rank(s) are {each} per rank, the states have "
-            f"{[0 if stack is None else len(stack) for stack in stacks]}. Pass the states of all ranks, in their order."
-        )
-    buffers = torch.cat(stacks)  # those after the last are padding
-    return {key: {"momentum_buffer": buffer} for key, buffer in zip(group.keys, buffers[:count].clone(), strict=True)}
-
-
-def _joined_moments(
-    group: _SavedGroup, ranks: Sequence[StateDict], shapes: Mapping[str, torch.Size]
-) -> dict[Any, dict[str, Any]]:
-    """Adam's moments of a group: whole on every rank, or cut over the ranks along the first dim."""
-    found: dict[Any, dict[str, Any]] = {}
-    for key, name in zip(group.keys, group.names, strict=True):
-        parts = [rank["state"].get(key) for rank in ranks]
-        if not any(parts):
-            continue
-        if not all(parts):
-            raise StateError(f"{name} has state on some ranks only: the states are not of one step.")
-        parts = [_checked_entry(group, name, part) for part in parts]
-        moments: dict[str, Any] = {"step": parts[0]["step"]}
-        for moment in _ADAMW_KEYS[1:]:
-            tensors = [part[moment] for part in parts]
-            whole = tensors[0] if tensors[0].shape == shapes.get(name, tensors[0].shape) else torch.cat(tensors)
-            if name in shapes and whole.shape != shapes[name]:
-                raise StateError(
-                    f"{name}: {moment} of {len(ranks)} rank(s) has shape {tuple(whole.shape)}, the parameter has "
-                    f"{tuple(shapes[name])}. Pass the states of all ranks, in their order."
-                )
-            moments[moment] = whole
-        found[key] = moments
-    return found
-
-
-def _converted(
-    optimizer: Muon,
-    saved: Sequence[_SavedGroup],
-    found: Mapping[Any, Mapping[str, Any]],
-    of_matrices: Mapping[str, Any] | None = None,
-    *,
-    is_mean: bool = False,
-) -> dict[str, Any]:
-    """``of_matrices`` are options that Muon's parameters were stepped with and that are not saved."""
-    params = {}
-    for group in saved:
-        of_kind = ("momentum", "nesterov", "adjust_lr_fn") if group.use_muon else ("betas", "eps")
-        keys = ("lr", "weight_decay", "initial_lr", "maximize", "cautious_weight_decay", *of_kind)
-        options = dict(of_matrices or {}) if group.use_muon else {"maximize": False}
-        options |= {key: group.options[key] for key in keys if key in group.options}
-        kept = ("momentum_buffer",) if group.use_muon else _ADAMW_KEYS
-        for key, name in zip(group.keys, group.names, strict=True):
-            state = {k: value for k, value in found.get(key, {}).items() if k in kept}
-            if "step" in state:
-                state["step"] = torch.tensor(float(state["step"]))
-            params[name] = SavedParam(group.use_muon, state, options, is_mean)
-    return state_dict_from(optimizer, params)
+        return {**translated, "betas": (float(options["beta1"]), float(options["beta2"])), "eps": float(options["epsilon"])}
+    rule = _DION_LR_RULES[options.get("adjust_lr")]
+    translated |= {} if rule is None else {"adjust_lr_fn": rule}  # None keeps the rule that is here
+    cautious = {"cautious_weight_decay": bool(options["cautious_wd"])} if "cautious_wd" in options else {}
+    return {**translated, **cautious, "momentum": float(options["mu"])}

@@ -1,6 +1,6 @@
 """The only part of the package that communicates."""
 
-from .agreement import Agreement, PendingVotes, Vote
+from .agreement import Agreement, Vote
 from .collectives import all_gather_objects, averaged, broadcast, norm_device, reduce_largest, reduce_sum, swap_with
 from .exchange import Exchange, Pending
 from .groups import exchange_group, shared_group, turn_of, turns_of
@@ -11,7 +11,6 @@ __all__ = [
     "Agreement",
     "Exchange",
     "Pending",
-    "PendingVotes",
     "Vote",
     "all_gather_objects",
     "averaged",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _ASK_IPV4_ADDRESS = 0x8915  # SIOCGIFADDR
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -31,7 +31,7 @@ def own_addresses() -> tuple[str, ...]:
             raise RuntimeError(f"{setting}: no such interface has an address on this host")
         return tuple(dict.fromkeys(addresses))
     master = os.environ.get("MASTER_ADDR", "")
-    to_master = list(_routes_to(master)) if master else []
+    to_master = _routes_to(master) if master else []
     if to_master and (_is_loopback(master) or master.lower().removeprefix("ip6-").startswith("localhost")):
         return tuple(dict.fromkeys(to_master))
     found = [*to_master, *_of_name(socket.gethostname())]
@@ -83,28 +83,26 @@ def _ipv6_of_interface(name: str) -> list[str]:
     return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)) for digits in own]
 
 
-def _of_name(host: str) -> Iterator[str]:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return
-    for _, _, _, _, address in found:
-        yield str(address[0])
+def _of_name(host: str) -> list[str]:
+    return [str(address[0]) for _, address in _looked_up(host)]
 
 
-def _routes_to(host: str) -> Iterator[str]:
+def _routes_to(host: str) -> list[str]:
     """This host's own addresses on the routes to ``host``."""
+    addresses = []
+    for family, address in _looked_up(host):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(address)
+            addresses.append(str(asking.getsockname()[0]))
+    return addresses
+
+
+def _looked_up(host: str) -> list[tuple[int, Any]]:
+    """Families and addresses that a host's name stands for."""
     try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        return [(family, address) for family, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)]
     except (OSError, UnicodeError):
-        return
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as asking:
-                asking.connect(address)
-                yield str(asking.getsockname()[0])
-        except OSError:
-            continue
+        return []
 
 
 def _is_loopback(address: str) -> bool:

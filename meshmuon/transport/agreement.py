@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -12,12 +11,12 @@ from ..errors import StateError
 from .collectives import all_gather_objects, start_maximum
 from .failures import hang_up, named_phase
 from .groups import turn_of
+from .host_channel import PendingRounds
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
+class Vote(NamedTuple):
     """What one rank brings to a step, or all ranks together: then each flag says whether it holds on some rank."""
 
     fingerprint: int | None  # below 2**62, of all that must be equal; -1 if the rank has failed; None if ranks differ
@@ -33,40 +32,13 @@ class Vote:
         return self.fingerprint is not None
 
 
-class PendingVotes:
-    """Votes on their way. ``wait`` is called once."""
-
-    def __init__(self, vote: Vote, group: dist.ProcessGroup) -> None:
-        assert vote.fingerprint is not None
-        self._group = group
-        flags = int(vote.prepares), int(vote.nonfinite), int(vote.has_work)
-        with named_phase("agreement", group):
-            self._maximum = start_maximum((vote.fingerprint, -vote.fingerprint, *flags, vote.activity, vote.proposed_id), group)
-
-    def wait(self) -> Vote:
-        """The votes of all ranks, counted."""
-        with named_phase("agreement", self._group):
-            largest, smallest, prepares, nonfinite, has_work, activity, proposed_id = self._maximum.wait()
-        fingerprint = largest if largest == -smallest else None
-        return Vote(fingerprint, bool(prepares), bool(nonfinite), bool(has_work), activity, proposed_id)
-
-    def advance(self) -> None:
-        """Lets other ranks hear what has arrived here meanwhile; does not wait."""
-        with named_phase("agreement", self._group):
-            self._maximum.advance()
-
-    def abandon(self) -> None:
-        """Leaves the vote. Ranks that wait for this one get an error at once, where they can be told."""
-        hang_up(self._group)
-
-
 class Agreement:
     """Compares what the ranks of a process group are about to do, and gathers their views where they differ.
 
     A step holds the turn of the process group from its vote to its end. Another thread that steps another optimizer over the same
     group, clips or gathers state over it, waits. If ranks step in different orders, their votes differ, and all of them raise.
 
-    Every rank of the group must call ``start`` and ``all_gather_objects`` in the same order, and wait for each vote before it
+    Every rank of the group must call ``start`` and ``all_gather_objects`` in the same order, and ``count`` the votes before it
     does anything else here.
     """
 
@@ -75,6 +47,7 @@ class Agreement:
         self._group = group
         self._turn = turn_of(group)
         self._thread: int | None = None  # that has the turn
+        self._votes: PendingRounds[tuple[int, ...]] | None = None  # on their way between ``start`` and ``count``
 
     def begin_turn(self) -> None:
         """Returns once no other thread of this process steps over the process group."""
@@ -87,18 +60,44 @@ class Agreement:
         self._thread = threading.get_ident()
 
     def end_turn(self) -> None:
-        """The step is over, or has failed, whether or not it had begun its turn."""
+        """The step is over, or has failed, whether or not it had begun its turn.
+
+        If this rank leaves before it has counted the votes (Ctrl-C), the others may already count on it: they get an error at
+        once, where they can be told.
+        """
+        if self._votes is not None:
+            self._votes = None
+            hang_up(self._group)
         if self._thread == threading.get_ident():
             self._thread = None
             self._turn.release()
 
-    def start(self, vote: Vote) -> PendingVotes:
+    def start(self, vote: Vote) -> None:
         """Sends the vote, and returns before those of the other ranks are here."""
-        return PendingVotes(vote, self._group)
+        fingerprint, *others = vote
+        assert fingerprint is not None
+        with named_phase("agreement", self._group):
+            self._votes = start_maximum((fingerprint, -fingerprint, *map(int, others)), self._group)
+
+    def advance(self) -> None:
+        """Lets other ranks hear what has arrived here meanwhile; does not wait."""
+        if self._votes is not None:
+            with named_phase("agreement", self._group):
+                self._votes.advance()
+
+    def count(self) -> Vote:
+        """Waits for the votes of all ranks."""
+        votes, self._votes = self._votes, None
+        assert votes is not None
+        with named_phase("agreement", self._group):
+            largest, smallest, prepares, nonfinite, has_work, activity, proposed_id = votes.wait()
+        fingerprint = largest if largest == -smallest else None
+        return Vote(fingerprint, bool(prepares), bool(nonfinite), bool(has_work), activity, proposed_id)
 
     def decide(self, vote: Vote) -> Vote:
-        """Counts the votes."""
-        return self.start(vote).wait()
+        """Sends the vote and counts those of all ranks."""
+        self.start(vote)
+        return self.count()
 
     def all_gather_objects(self, value: _T) -> dict[int, _T]:
         """Rank → its ``value``. It is slow, and meant for ranks that disagree."""

@@ -9,30 +9,29 @@ handshake have a fixed length, and begin with a magic word and the version of th
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import hmac
-import math
 import os
 import random
 import secrets
-import select
 import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
 
 from .addresses import own_addresses
 from .plain_data import sendable
 
-PROTOCOL = 1
+PROTOCOL = 2
 PORTS = "MESHMUON_PORTS"
 _MAGIC = b"meshmuon"
-_HELLO = struct.Struct("!8sHII16s")  # magic, version, position of the caller and of the called, a random number
+_HELLO = struct.Struct("!8sHII16s")  # magic, version, rank of the caller and of the called, a random number
 _CHALLENGE = struct.Struct("!8sH16s32s")  # magic, version, another random number, proof of the called; the caller's proof follows
 _PROOF = hashlib.sha256().digest_size
 _BACKLOG = 128
@@ -41,10 +40,6 @@ _HELLO_SECONDS = 10.0  # for a caller to prove that it is a rank
 _RETRY_SECONDS = 0.5  # after which an address that led nowhere is tried again
 
 open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # which a fork must not keep
-_T = TypeVar("_T")
-# A conversation yields the socket that it waits for, for which event, and when it goes on without one.
-_Wait = tuple[socket.socket | None, int, float]
-_Conversation = Generator[_Wait, None, _T]
 
 
 @sendable
@@ -118,143 +113,126 @@ class Connecting:
     """Makes the connections of one rank. ``run`` is called once; afterwards ``outgoing`` and ``incoming`` have all of them.
 
     Args:
-        position: this rank, counted within its process group.
-        doors: of all ranks of the group, as all of them know them.
-        targets: to which positions it connects.
-        sources: which positions connect to it.
-        listener: its own; it is closed in the end.
-        name_of: what errors call a position.
+        rank: this rank.
+        doors: of all ranks of the process group, in its order, as all of them know them.
+        targets: to which ranks it connects.
+        sources: which ranks connect to it.
     """
 
-    def __init__(
-        self,
-        position: int,
-        doors: Sequence[Door],
-        targets: Sequence[int],
-        sources: Sequence[int],
-        listener: Listener,
-        name_of: Callable[[int], str],
-    ) -> None:
-        self._position, self._doors, self._listener, self._name_of = position, doors, listener, name_of
+    def __init__(self, rank: int, doors: Mapping[int, Door], targets: Iterable[int], sources: Iterable[int]) -> None:
+        self._rank, self._doors = rank, doors
         self._targets, self._sources = frozenset(targets), frozenset(sources)
-        self._key = hashlib.sha256("".join(door.secret for door in doors).encode()).digest()
-        self._waits: dict[_Conversation[None], _Wait] = {}  # of the conversations under way
-        self._strangers: dict[socket.socket, _Conversation[None]] = {}  # those whose caller has not proved anything yet
-        self._troubles: dict[int, dict[str, str]] = {target: {} for target in targets}  # by address
-        self._seconds = 0.0
+        self._key = hashlib.sha256("".join(door.secret for door in doors.values()).encode()).digest()
+        self._troubles: dict[int, dict[str, str]] = {target: {} for target in self._targets}  # by address
+        self._seconds = self._end = 0.0
+        self._ended: asyncio.Future[None]  # once all connections are made, or a rank has given up
         self.outgoing: dict[int, socket.socket] = {}
         self.incoming: dict[int, socket.socket] = {}
 
-    def run(self, seconds: float) -> None:
-        """Makes all connections, or raises ``UnreachableError`` and has made none."""
-        self._seconds, end = seconds, time.monotonic() + seconds
+    def run(self, listener: Listener, seconds: float) -> None:
+        """Makes all connections, or raises ``UnreachableError`` and has made none; closes the listener."""
+        self._seconds, self._end = seconds, time.monotonic() + seconds
         try:
-            for listening in self._listener.sockets:
-                self._go_on(self._accept(listening))
-            for target in self._targets:
-                for place in self._doors[target].places:
-                    self._go_on(self._call(target, *place))
-            while missing := self._targets - self.outgoing.keys() | self._sources - self.incoming.keys():
-                if time.monotonic() > end:
-                    raise UnreachableError(self._summary(missing))
-                self._wait()
+            with ThreadPoolExecutor(1) as thread:  # an event loop may run in that of the caller, as in notebooks
+                try:
+                    thread.submit(asyncio.run, self._connect(listener)).result()
+                finally:
+                    self._end = 0.0  # after Ctrl-C, which only the caller hears
         except BaseException:
-            for connection in (*self.outgoing.values(), *self.incoming.values()):
-                connection.close()
+            self.close()
             raise
         finally:
-            for conversation in self._waits:
-                conversation.close()
-            self._listener.close()
+            listener.close()
 
-    def _wait(self) -> None:
-        """Waits until a conversation can go on, but not for long."""
-        events = select.poll()
-        for connection, event, _ in self._waits.values():
-            if connection is not None:
-                events.register(connection, event)
-        happened = {descriptor for descriptor, _ in events.poll(100)}
-        now = time.monotonic()
-        for conversation, (connection, _, until) in list(self._waits.items()):
-            due = until <= now or (connection is not None and connection.fileno() in happened)
-            if due and conversation in self._waits:  # an earlier one may have ended it
-                self._go_on(conversation)
+    def close(self) -> None:
+        for connection in self._kept():
+            connection.close()
 
-    def _go_on(self, conversation: _Conversation[None]) -> None:
-        try:
-            self._waits[conversation] = next(conversation)
-        except StopIteration:
-            self._waits.pop(conversation, None)
+    def _kept(self) -> list[socket.socket]:
+        return [*self.outgoing.values(), *self.incoming.values()]
 
-    def _call(self, target: int, address: str, port: int) -> _Conversation[None]:
+    async def _connect(self, listener: Listener) -> None:
+        self._ended = asyncio.get_running_loop().create_future()
+        conversations = [self._accept(listening) for listening in listener.sockets]
+        conversations += [self._call(target, *place) for target in self._targets for place in self._doors[target].places]
+        _tasks = [asyncio.create_task(conversation) for conversation in conversations]  # the loop itself does not keep them
+        while not self._ended.done():
+            if time.monotonic() > self._end:
+                missing = self._targets - self.outgoing.keys() or self._sources - self.incoming.keys()
+                self._ended.set_exception(UnreachableError(self._summary(min(missing))))
+            await asyncio.wait([self._ended], timeout=0.1)
+        for connection in self._kept():
+            asyncio.get_running_loop().remove_reader(connection)
+        self._ended.result()
+
+    async def _call(self, target: int, address: str, port: int) -> None:
         """Calls a target at one of its places until one of them has answered."""
         while target not in self.outgoing:
             try:
-                with self._closed_unless_kept(socket.socket(_family(address), socket.SOCK_STREAM)) as connection:
-                    code = connection.connect_ex((address, port))
-                    if code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
-                        yield connection, select.POLLOUT, math.inf
-                        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                    if code:
-                        raise OSError(code, os.strerror(code))
-                    yield from self._introduce(target, connection)
+                with self._closed_unless_kept(socket.socket(_family(address))) as connection:
+                    await asyncio.get_running_loop().sock_connect(connection, (address, port))
+                    await self._introduce(target, connection)
             except OSError as error:  # also if there is no IPv6 here, or no route
-                self._troubles[target][f"{address} port {port}"] = str(error)
-                yield None, 0, time.monotonic() + _RETRY_SECONDS
+                self._troubles[target][f"{address} port {port}"] = os.strerror(error.errno) if error.errno else str(error)
+            await asyncio.sleep(_RETRY_SECONDS)
 
-    def _introduce(self, target: int, connection: socket.socket) -> _Conversation[None]:
-        hello = _HELLO.pack(_MAGIC, PROTOCOL, self._position, target, secrets.token_bytes(16))
+    async def _introduce(self, target: int, connection: socket.socket) -> None:
+        hello = _HELLO.pack(_MAGIC, PROTOCOL, self._rank, target, secrets.token_bytes(16))
         connection.sendall(hello)
-        magic, version, number, proof = _CHALLENGE.unpack((yield from _received(connection, _CHALLENGE.size, math.inf)))
+        magic, version, number, proof = _CHALLENGE.unpack(await _received(connection, _CHALLENGE.size))
         _check_version(magic, version)
         if not hmac.compare_digest(proof, self._proof(b"called", hello, number)):
             raise ConnectionError("another program answers")
         if target in self.outgoing:
             raise ConnectionError("another address was faster")
         connection.sendall(self._proof(b"caller", hello, number))
-        yield from self._keep(target, connection, self.outgoing)
+        self._keep(target, connection, self.outgoing)
 
-    def _accept(self, listening: socket.socket) -> _Conversation[None]:
+    async def _accept(self, listening: socket.socket) -> None:
+        strangers: list[asyncio.Task[None]] = []  # callers that have not proved anything yet
         while True:
-            yield listening, select.POLLIN, math.inf
-            try:
-                connection, _ = listening.accept()
-            except OSError:  # the caller has left again
-                continue
-            if len(self._strangers) >= _MOST_STRANGERS:
-                oldest = next(iter(self._strangers.values()))
-                oldest.close()
-                del self._waits[oldest]
-            self._strangers[connection] = self._answer(connection)
-            self._go_on(self._strangers[connection])
+            with suppress(OSError):  # the caller has left again
+                connection, _ = await asyncio.get_running_loop().sock_accept(listening)
+                strangers = [stranger for stranger in strangers if not stranger.done()]
+                if len(strangers) >= _MOST_STRANGERS:
+                    strangers.pop(0).cancel()
+                strangers.append(asyncio.create_task(self._answer(connection)))
+            await asyncio.sleep(0)
 
-    def _answer(self, connection: socket.socket) -> _Conversation[None]:
-        until = time.monotonic() + _HELLO_SECONDS
-        with suppress(OSError), self._closed_unless_kept(connection):
-            hello = yield from _received(connection, _HELLO.size, until)
-            magic, version, source, target, _ = _HELLO.unpack(hello)
-            if magic != _MAGIC:
-                return
-            number = secrets.token_bytes(16)
-            connection.sendall(_CHALLENGE.pack(_MAGIC, PROTOCOL, number, self._proof(b"called", hello, number)))
-            _check_version(magic, version)
-            proof = yield from _received(connection, _PROOF, until)
-            has_key = hmac.compare_digest(proof, self._proof(b"caller", hello, number))
-            if has_key and target == self._position and source in self._sources - self.incoming.keys():
-                yield from self._keep(source, connection, self.incoming)
+    async def _answer(self, connection: socket.socket) -> None:
+        with suppress(OSError, asyncio.TimeoutError), self._closed_unless_kept(connection):
+            await asyncio.wait_for(self._let_in(connection), _HELLO_SECONDS)
 
-    def _keep(self, peer: int, connection: socket.socket, connections: dict[int, socket.socket]) -> _Conversation[None]:
-        """Watches a connection that was made: a rank that gives up closes its own, before it has made all of them."""
+    async def _let_in(self, connection: socket.socket) -> None:
+        hello = await _received(connection, _HELLO.size)
+        magic, version, source, target, _ = _HELLO.unpack(hello)
+        if magic != _MAGIC:
+            return
+        number = secrets.token_bytes(16)
+        connection.sendall(_CHALLENGE.pack(_MAGIC, PROTOCOL, number, self._proof(b"called", hello, number)))
+        _check_version(magic, version)
+        proof = await _received(connection, _PROOF)
+        has_key = hmac.compare_digest(proof, self._proof(b"caller", hello, number))
+        if has_key and target == self._rank and source in self._sources - self.incoming.keys():
+            self._keep(source, connection, self.incoming)
+
+    def _keep(self, peer: int, connection: socket.socket, connections: dict[int, socket.socket]) -> None:
         connections[peer] = connection
-        self._strangers.pop(connection, None)
-        yield connection, select.POLLIN, math.inf
+        asyncio.get_running_loop().add_reader(connection, self._check_kept, peer, connection)
+        if len(self.outgoing) == len(self._targets) and len(self.incoming) == len(self._sources) and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _check_kept(self, peer: int, connection: socket.socket) -> None:
+        """Something has arrived: a first message, which will be read later, or the end. A rank that gives up closes its own."""
+        asyncio.get_running_loop().remove_reader(connection)
         try:
-            left = not connection.recv(1, socket.MSG_PEEK)  # else its first message is here already, and will be read later
+            left = not connection.recv(1, socket.MSG_PEEK)
         except OSError:
             left = True
-        if left:  # perhaps since this rank could not reach another, and knows why
+        if left and not self._ended.done():  # perhaps since this rank could not reach another, and knows why
             untold = {target for target, troubles in self._troubles.items() if troubles} - self.outgoing.keys()
-            raise UnreachableError(self._summary(untold) if untold else f"{self._name_of(peer)} has given up")
+            why = self._summary(min(untold)) if untold else f"rank {peer} has given up"
+            self._ended.set_exception(UnreachableError(why))
 
     @contextmanager
     def _closed_unless_kept(self, connection: socket.socket) -> Iterator[socket.socket]:
@@ -263,29 +241,21 @@ class Connecting:
         try:
             yield connection
         finally:
-            self._strangers.pop(connection, None)
-            if connection not in (*self.outgoing.values(), *self.incoming.values()):
+            if connection not in self._kept():
                 connection.close()
 
     def _proof(self, role: bytes, hello: bytes, number: bytes) -> bytes:
         return hmac.digest(self._key, role + hello + number, "sha256")
 
-    def _summary(self, missing: Set[int]) -> str:
-        peer = min(missing, key=lambda peer: (peer not in self._targets or peer in self.outgoing, peer))
+    def _summary(self, peer: int) -> str:
         troubles = "; ".join(f"{where}: {why}" for where, why in self._troubles.get(peer, {}).items())
-        return f"no connection with {self._name_of(peer)} after {self._seconds:g} s ({troubles or 'no answer'})"
+        return f"no connection with rank {peer} after {self._seconds:g} s ({troubles or 'no answer'})"
 
 
-def _received(connection: socket.socket, size: int, until: float) -> _Conversation[bytes]:
+async def _received(connection: socket.socket, size: int) -> bytes:
     received = b""
     while len(received) < size:
-        yield connection, select.POLLIN, until
-        if time.monotonic() >= until:
-            raise ConnectionError("it took too long")
-        try:
-            part = connection.recv(size - len(received))
-        except BlockingIOError:
-            continue
+        part = await asyncio.get_running_loop().sock_recv(connection, size - len(received))
         if not part:
             raise ConnectionError("it hung up")
         received += part

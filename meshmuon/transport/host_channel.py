@@ -3,7 +3,7 @@
 gloo's all-reduce is a ring, 2·(W − 1) hops one after the other, and a gloo group connects every pair of ranks. Here a maximum
 takes ⌈log2 W⌉ hops, and a rank has as many connections in each direction. In a round of distance d, rank i sends all that it
 knows to rank i + d and hears from rank i − d, modulo W. The distances are 1, 2, 4, …: with 6 ranks, rank 5 knows of 5 at first,
-then of 4–5, of 2–5, and of all after 3 rounds. Ranks that tell each other maxima may hear of one rank twice.
+then of 4–5, of 2–5, and of all after 3 rounds. In the last round it may hear of a rank that it knows of.
 
 Every message has a header: its kind, the round, its sequence number, and the length of its body, which is limited. A rank that
 leaves says why: it has done its part of all steps, or it has failed. One that is killed says nothing.
@@ -30,9 +30,10 @@ from .plain_data import from_bytes, to_bytes
 _T = TypeVar("_T")
 Rounds = Generator[list[tuple["_Peer", int]], None, _T]  # yields what it waits for, POLLOUT of the target or POLLIN of the source
 _HEADER = struct.Struct("!BBxxIQ")
-_MAXIMUM, _OBJECTS, _GOODBYE, _FAILURE = range(1, 5)
+# Kinds of messages. That of a maximum is its number of words, all of 64 bits.
+_OBJECTS, _GOODBYE, _FAILURE = 0, 254, 255
 _LAST_MESSAGES = {_HEADER.pack(kind, 255, 0, 0): kind for kind in (_GOODBYE, _FAILURE)}
-_LONGEST_BODY = 1 << 28  # bytes
+_LONGEST_BODY = 1 << 29  # bytes
 _LARGEST_PART = 1 << 20  # bytes that one system call is given
 _LONGEST_POLL = 3600.0  # seconds; the system counts milliseconds in 32 bits, and groups may have timeouts of years
 _SWITCH_SECONDS = 1e-5
@@ -47,54 +48,39 @@ _living: weakref.WeakSet[HostChannel] = weakref.WeakSet()
 Share = Callable[[bytes], list[bytes]]  # every rank's message, in the order of ranks, from that of this rank
 
 
-def distances(size: int) -> tuple[int, ...]:
-    """The distance of each round among ``size`` ranks: (1, 2, 4) for 5 to 8 ranks, none for a single one."""
-    return tuple(1 << k for k in range((size - 1).bit_length()))
-
-
-def told_in_round(position: int, size: int, distance: int) -> tuple[int, ...]:
-    """Whose values a rank passes on in the round of this distance: all that it knows and the receiver does not know yet.
-
-    Only in the last round would the receiver know some of them already.
-    """
-    return tuple((position - j) % size for j in range(min(distance, size - distance)))
-
-
-def open_channel(position: int, ranks: Sequence[int], share: Share) -> HostChannel | str:
+def open_channel(rank: int, ranks: Sequence[int], share: Share) -> HostChannel | str:
     """Connects the ranks of a process group; all of them call it. Returns on all ranks a channel, or on all why there is none.
 
-    Args:
-        position: this rank, counted within the group.
-        ranks: the ranks of the group.
-        share: gathers a message of every rank; it is called twice.
+    ``share`` gathers a message of every rank, in the order of ``ranks``; it is called twice.
     """
     import meshmuon  # whose version is not known yet when this file is imported
 
-    size, own_version = len(ranks), meshmuon.__version__
+    position, size, trouble = ranks.index(rank), len(ranks), ""
+    distances = [1 << number for number in range((size - 1).bit_length())]  # of each round
+    targets = [ranks[(position + distance) % size] for distance in distances]
+    sources = [ranks[(position - distance) % size] for distance in distances]
     if size == 1:
-        return HostChannel(position, ranks, [], [])
-    with closing(Listener(own_version)) as listener:
+        return HostChannel(rank, ranks, [])
+    with closing(Listener(meshmuon.__version__)) as listener:
         messages = share(to_bytes([listener.door]))
-        doors = [_door_of(rank, message, own_version) for rank, message in zip(ranks, messages, strict=True)]
-        for rank, door in zip(ranks, doors, strict=True):
+        doors = {peer: _door_of(peer, message, meshmuon.__version__) for peer, message in zip(ranks, messages, strict=True)}
+        for peer, door in doors.items():
             if door.trouble:
-                return f"rank {rank}: {door.trouble}"
-        targets = [(position + distance) % size for distance in distances(size)]
-        sources = [(position - distance) % size for distance in distances(size)]
-        connecting, trouble = Connecting(position, doors, targets, sources, listener, lambda peer: f"rank {ranks[peer]}"), ""
+                return f"rank {peer}: {door.trouble}"
+        connecting = Connecting(rank, doors, targets, sources)
         try:
-            connecting.run(_CONNECTING_SECONDS)
+            connecting.run(listener, _CONNECTING_SECONDS)
         except UnreachableError as error:
-            trouble = f"rank {ranks[position]}: {error}"
-    outgoing, incoming = connecting.outgoing, connecting.incoming
-    channel = None if trouble else HostChannel(position, ranks, [outgoing[k] for k in targets], [incoming[k] for k in sources])
-    troubles = [text.decode(errors="replace") for text in share(trouble.encode()) if text]
-    if channel is not None and not troubles:
-        return channel
-    if channel is not None:
-        channel.leave()
-    # If several ranks report trouble, the error tells the likely cause, not what followed from it.
-    return min(troubles, key=lambda text: ("has given up" in text, "(no answer)" in text, text))
+            trouble = f"rank {rank}: {error}"
+    if troubles := [text.decode(errors="replace") for text in share(trouble.encode()) if text]:
+        connecting.close()
+        # If several ranks report trouble, the error tells the likely cause, not what followed from it.
+        return min(troubles, key=lambda text: ("has given up" in text, "(no answer)" in text, text))
+    rounds = [
+        (_Peer(target, connecting.outgoing[target]), _Peer(source, connecting.incoming[source]))
+        for target, source in zip(targets, sources, strict=True)
+    ]
+    return HostChannel(rank, ranks, rounds)
 
 
 def _door_of(rank: int, message: bytes, own_version: str) -> Door:
@@ -120,20 +106,13 @@ class HostChannel:
     wait for it then fail at once, and so on until all have heard. A channel that has ended stays so.
 
     Args:
-        position: this rank, counted within the group.
+        rank: this rank.
         ranks: the ranks of the group.
-        outgoing: a connection to the target of each round.
-        incoming: a connection from the source of each round.
+        rounds: the target and the source of each round, and the connections with them.
     """
 
-    def __init__(
-        self, position: int, ranks: Sequence[int], outgoing: Sequence[socket.socket], incoming: Sequence[socket.socket]
-    ) -> None:
-        self._position, self._ranks = position, tuple(ranks)
-        self._distances, size = distances(len(ranks)), len(ranks)
-        pairs = zip(self._distances, outgoing, incoming, strict=True)
-        rounds = [(_Peer(ranks[(position + d) % size], to), _Peer(ranks[(position - d) % size], back)) for d, to, back in pairs]
-        self._rounds = rounds  # the target and the source of each
+    def __init__(self, rank: int, ranks: Sequence[int], rounds: list[tuple[_Peer, _Peer]]) -> None:
+        self._rank, self._ranks, self._rounds = rank, ranks, rounds
         self._started = 0  # maxima and gathers
         self.lost = ""  # why the channel can no longer be used
         self.beside_gloo = False  # its process group is gloo's
@@ -168,20 +147,17 @@ class HostChannel:
 
     def _maximum(self, words: tuple[int, ...]) -> Rounds[tuple[int, ...]]:
         body, count = struct.Struct(f"!{len(words)}q"), self._begin()
-        for number, peers in enumerate(self._rounds):
-            heard = yield from self._swap((_MAXIMUM, number, count), body.pack(*words), *peers)
+        for number, (target, source) in enumerate(self._rounds):
+            heard = yield from self._swap((len(words), number, count), body.pack(*words), target, source)
             words = tuple(map(max, words, body.unpack(heard)))
         return words
 
     def _gather(self, value: _T) -> Rounds[dict[int, _T]]:
-        size, count = len(self._ranks), self._begin()
-        messages = {self._position: to_bytes([value]).decode()}
-        for number, (distance, peers) in enumerate(zip(self._distances, self._rounds, strict=True)):
-            body = to_bytes([messages[position] for position in told_in_round(self._position, size, distance)])
-            heard = yield from self._swap((_OBJECTS, number, count), body, *peers)
-            told = told_in_round((self._position - distance) % size, size, distance)
-            messages.update(zip(told, _plain(heard, peers[1].rank), strict=False))
-        return {rank: _plain(messages[k].encode(), rank)[0] for k, rank in enumerate(self._ranks)}
+        messages, count = {self._rank: to_bytes([value]).decode()}, self._begin()
+        for number, (target, source) in enumerate(self._rounds):
+            heard = yield from self._swap((_OBJECTS, number, count), to_bytes([messages]), target, source)
+            messages.update(_plain(heard, source.rank))
+        return {rank: _plain(messages[rank].encode(), rank) for rank in self._ranks}
 
     def _begin(self) -> int:
         if self.lost:
@@ -191,24 +167,22 @@ class HostChannel:
 
     def _swap(self, expected: tuple[int, int, int], body: bytes, target: _Peer, source: _Peer) -> Rounds[bytes]:
         """Sends a body to the target of a round while receiving that of its source."""
-        kind, number, count = expected
         if len(body) > _LONGEST_BODY:
             raise RuntimeError(f"a message of {len(body)} bytes, more than the {_LONGEST_BODY} that ranks send each other")
-        rest = memoryview(_HEADER.pack(kind, number, count, len(body)) + body)
-        received, size = bytearray(), _HEADER.size + (len(body) if kind == _MAXIMUM else 0)
+        rest = memoryview(_HEADER.pack(*expected, len(body)) + body)
+        received, size = bytearray(), _HEADER.size + 8 * expected[0]  # that of objects is not known yet
         while True:
-            if rest:
-                with self._naming(target):
+            with self._naming(target):
+                if rest:
                     rest = rest[target.connection.send(rest[:_LARGEST_PART]) :]
-            if len(received) < size:
-                with self._naming(source):
+            with self._naming(source):
+                if len(received) < size:
                     part = source.connection.recv(min(size - len(received), _LARGEST_PART))
-                    received += part
                     if not part:
                         raise ConnectionError
-            if len(received) >= _HEADER.size:
-                with self._naming(source):
-                    size = _HEADER.size + self._length(received, expected, len(body), source)
+                    received += part
+                if len(received) >= _HEADER.size:
+                    size = _HEADER.size + _length_of(received, expected, source.rank)
             awaited = [(target, select.POLLOUT)] if rest else []
             if len(received) < size:
                 awaited.append((source, select.POLLIN))
@@ -225,18 +199,6 @@ class HostChannel:
             pass
         except OSError as error:
             raise RuntimeError(self.lost or f"rank {peer.rank} has closed its connection") from error
-
-    def _length(self, message: bytearray, expected: tuple[int, int, int], sent: int, source: _Peer) -> int:
-        """The length of the body; raises if the message is another than the expected one."""
-        kind, number, count, length = _HEADER.unpack_from(message)
-        if kind in _LAST_MESSAGES.values():
-            raise ConnectionError
-        if (kind, number, count) != expected or length > _LONGEST_BODY or (kind == _MAXIMUM and length != sent):
-            raise RuntimeError(
-                f"rank {source.rank} sends (kind, round, count) {(kind, number, count)} of {length} bytes, this rank expects "
-                f"{expected}: they have not communicated equally often, or not in the same order"
-            )
-        return int(length)
 
     def end(self, why: str) -> None:
         """Ends all connections, also for the ranks at their other ends, and tells them that this rank has failed.
@@ -342,26 +304,37 @@ class PendingRounds(Generic[_T]):
 
     def wait(self) -> _T:
         with prompt_switches:
-            return self._wait()
-
-    def _wait(self) -> _T:
-        while self._awaited:
-            left, events = self._end - time.monotonic(), select.poll()
-            if left <= 0:
-                rank = self._awaited[-1][0].rank
-                raise RuntimeError(f"Timed out waiting {round(1000 * self._seconds)}ms for rank {rank}")
-            for peer, event in self._awaited:
-                events.register(peer.connection, event)
-            if events.poll(1000 * min(left, _LONGEST_POLL)):
-                self._go_on()
+            while self._awaited:
+                left, events = self._end - time.monotonic(), select.poll()
+                if left <= 0:
+                    rank = self._awaited[-1][0].rank
+                    raise RuntimeError(f"Timed out waiting {round(1000 * self._seconds)}ms for rank {rank}")
+                for peer, event in self._awaited:
+                    events.register(peer.connection, event)
+                if events.poll(1000 * min(left, _LONGEST_POLL)):
+                    self._go_on()
         return self._result
 
 
-def _plain(message: bytes, rank: int) -> list[Any]:
+def _length_of(message: bytearray, expected: tuple[int, int, int], rank: int) -> int:
+    """The length of the body; raises if the message is another than the expected one."""
+    kind, number, count, length = _HEADER.unpack_from(message)
+    if kind in (_GOODBYE, _FAILURE):
+        raise ConnectionError
+    if (kind, number, count) != expected or length > _LONGEST_BODY:
+        raise RuntimeError(
+            f"rank {rank} sends (kind, round, count) {(kind, number, count)} of {length} bytes, this rank expects {expected}: "
+            "they have not communicated equally often, or not in the same order"
+        )
+    return int(length)
+
+
+def _plain(message: bytes, rank: int) -> Any:
     try:
-        return from_bytes(message)
+        (value,) = from_bytes(message)
     except ValueError as error:
         raise RuntimeError(f"rank {rank} sends something that cannot be read: {error}") from error
+    return value
 
 
 def _set_options(connection: socket.socket) -> None:

@@ -49,8 +49,8 @@ class Replica:
     def placed(self, seed: int) -> Tensor:
         return distribute_tensor(seeded((6, 4), seed).bfloat16(), self.mesh, [Replicate()], src_data_rank=None)
 
-    def step(self, number: int) -> None:
-        self.param.grad = self.placed(number)
+    def step(self, number: int, scale: float = 1.0) -> None:
+        self.param.grad = scale * self.placed(number)
         self.optimizer.step()
 
 
@@ -58,7 +58,8 @@ BOTH = pytest.mark.parametrize("use_muon", [True, False], ids=["muon", "adamw"])
 
 
 @BOTH
-def test_state_that_one_rank_has_made_and_not_stepped_is_none(use_muon: bool) -> None:
+@pytest.mark.parametrize("loads", [False, True], ids=["made", "loaded"])
+def test_state_that_one_rank_has_made_and_not_stepped_is_none(loads: bool, use_muon: bool) -> None:
     """``state_dict()`` makes zeros and the key of the rounding counter, which is no progress: nothing would restart elsewhere."""
 
     def main(rank: int) -> Tensor:
@@ -67,7 +68,9 @@ def test_state_that_one_rank_has_made_and_not_stepped_is_none(use_muon: bool) ->
         earlier.grad = replica.placed(8)
         replica.optimizer.step()
         if rank == 1:
-            replica.optimizer.state_dict()
+            saved = replica.optimizer.state_dict()
+            if loads:
+                replica.optimizer.load_state_dict(saved)
         assert (replica.param in replica.optimizer.state) == (rank == 1)
         for step in range(2):
             replica.step(step)
@@ -79,12 +82,16 @@ def test_state_that_one_rank_has_made_and_not_stepped_is_none(use_muon: bool) ->
 
 @BOTH
 @pytest.mark.parametrize("part", ["all", "rounding_counter"])
-def test_state_that_one_rank_has_lost_is_refused(part: str, use_muon: bool) -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.0], ids=["usual", "zero gradient"])
+def test_state_that_one_rank_has_lost_is_refused(scale: float, part: str, use_muon: bool) -> None:
+    """Also if the momentum is zero, so that only the counts tell; what a user keeps beside the state does not matter."""
+
     def main(rank: int) -> None:
         replica = Replica(use_muon)
-        replica.step(0)
+        replica.step(0, scale)
+        state = replica.optimizer.state
+        state[replica.param] = {"note": "of the user", **state[replica.param]}
         if rank == 1:
-            state = replica.optimizer.state
             del (state if part == "all" else state[replica.param])[replica.param if part == "all" else part]
         with pytest.raises(StateError, match="w has no state on rank 1 and would restart there from zero, while rank 0 has"):
             replica.step(1)

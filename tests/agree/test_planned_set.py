@@ -30,18 +30,6 @@ def test_what_is_inside_changes_nothing() -> None:
         assert planned.covering(active) is planned
 
 
-def test_what_is_new_joins_the_rest() -> None:
-    planned = stepped(PlannedSet((SHARED, PRIVATE)), {0, 1}, {1, 2}, {5})
-    assert planned.indices == {0, 1, 2, 5}
-    assert planned.idle_steps(range(6)) == (2, 1, 1, NOT_PLANNED, NOT_PLANNED, 0)
-
-
-def test_a_step_counts_only_once_it_takes_place() -> None:
-    planned = stepped(PlannedSet((SHARED, PRIVATE)), {0, 1})
-    assert planned.covering(frozenset({2})).indices == {0, 1, 2}
-    assert planned.indices == {0, 1}
-
-
 @pytest.mark.parametrize("steps", [LONG_IDLE_STEPS - 1, LONG_IDLE_STEPS])
 def test_what_was_idle_for_long_leaves(steps: int) -> None:
     everyone = set(SHARED)

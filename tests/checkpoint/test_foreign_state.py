@@ -56,29 +56,17 @@ def test_torchs_muon_is_refused_and_the_way_told() -> None:
         torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], entry["momentum_buffer"] / 0.05)
 
 
-def test_torchs_muon_is_told_before_the_number_of_groups() -> None:
-    """Where torch needs two optimizers, the number of groups is not what is wrong."""
+def test_torchs_muon_is_told_first() -> None:
+    """Where torch needs two optimizers, the number of groups is not what is wrong; nor are keys that are names, as DCP's."""
     params = make_params(*SHAPES)
     with pytest.raises(StateError, match=CONVERT):
         build(params).load_state_dict(of_torch(copies(params[:2])).state_dict())
-
-
-def test_a_hook_may_have_converted_it() -> None:
-    params = make_params((8, 6), (6, 8))
-    theirs, optimizer = of_torch(copies(params)), muon(params)
-    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: convert_torch_state(optimizer, state_dict, None))
-    optimizer.load_state_dict(theirs.state_dict())
-    run(optimizer, params, [3])
-
-
-def test_torchs_muon_through_dcp() -> None:
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False))
     theirs = torch.optim.Muon(model.parameters(), lr=0.02)
     run(theirs, list(model.parameters()), range(2))
-    saved = get_optimizer_state_dict(model, theirs)
     optimizer = Muon([{"params": list(model.named_parameters()), "use_muon": True}], lr=LR)
     with pytest.raises(StateError, match=CONVERT):
-        set_optimizer_state_dict(model, optimizer, saved)
+        set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, theirs))
 
 
 # Dtypes
@@ -100,36 +88,15 @@ def test_state_of_a_wrong_dtype(place: int, key: str, dtype: torch.dtype) -> Non
     assert_same_bits(content(optimizer), before)
 
     entry = optimizer.state[params[place]]
-    good, entry[key] = entry[key], entry[key].to(dtype)
-    held, kept = content(optimizer), copies(params)
+    entry[key] = entry[key].to(dtype)
+    kept = copies(params)
     set_gradients(params, gradients(params, 1))
     with pytest.raises(StateError, match=rf"{name}: its {key} is a tensor of shape .* in {dtype}"):
         optimizer.step()
     assert_same_bits(params, kept)
-    for one, other in zip(content(optimizer), held, strict=True):
-        assert torch.equal(one.to(torch.complex64), other.to(torch.complex64))
-    entry[key] = good
-    twins = copies(params)
-    twin = build(twins, rule="normuon")
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    run(optimizer, params, [1])
-    run(twin, twins, [1])
-    assert_same_bits(params, twins)
 
 
-@pytest.mark.parametrize("step", [True, -1.0, float("nan"), "3", torch.tensor(1j), torch.tensor(True), torch.tensor(-2.0)])
-def test_counts_of_steps(step: Any) -> None:
-    params = make_params(*SHAPES)
-    optimizer = build(params)
-    run(optimizer, params, [0])
-    foreign = copy.deepcopy(optimizer.state_dict())
-    foreign["state"][2]["step"] = step
-    with pytest.raises(StateError, match=r"norms\.0\.weight: its saved step is"):
-        optimizer.load_state_dict(foreign)
-
-
-@pytest.mark.parametrize("dtype", WRONG, ids=str)
-def test_a_wrong_dtype_on_one_rank_is_told_on_all(dtype: torch.dtype) -> None:
+def test_a_wrong_dtype_on_one_rank_is_told_on_all() -> None:
     start, world = [param.detach() for param in make_params((8, 6), (6, 8))], 3
 
     def rank_main(rank: int) -> tuple[str, list[Tensor]]:
@@ -150,7 +117,7 @@ def test_a_wrong_dtype_on_one_rank_is_told_on_all(dtype: torch.dtype) -> None:
         entry = optimizer.state[params[0]]
         good = entry["momentum_buffer"]
         if rank == 1:
-            entry["momentum_buffer"] = good.to(dtype)
+            entry["momentum_buffer"] = good.to(torch.int64)
         before = [param.to_local().clone() for param in params]
         give(1)
         with pytest.raises(MeshmuonError) as caught:
@@ -196,27 +163,6 @@ def test_loading_adds_no_option(way: str) -> None:
     assert "differentiable" not in optimizer.param_groups[-1]
 
 
-def test_dcp_gives_back_what_was_set() -> None:
-    """As torch tests its own optimizers: what is read after setting equals what was read before, key by key."""
-
-    def made(seed: int) -> tuple[nn.Module, Muon]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
-        return model, Muon(get_default_muon_param_groups(model), lr=LR)
-
-    model, optimizer = made(0)
-    run(optimizer, list(model.parameters()), range(2))
-    saved = get_optimizer_state_dict(model, optimizer)
-    other_model, other = made(1)
-    set_optimizer_state_dict(other_model, other, copy.deepcopy(saved))
-    loaded = get_optimizer_state_dict(other_model, other)
-    assert loaded["param_groups"] == saved["param_groups"]
-    assert loaded["state"].keys() == saved["state"].keys()
-    for name, entry in saved["state"].items():
-        assert list(loaded["state"][name]) == list(entry)
-        assert_same_bits(loaded["state"][name].values(), entry.values())
-
-
 # Names
 
 
@@ -224,20 +170,12 @@ def unnamed(params: list[nn.Parameter], **options: Any) -> Muon:
     return Muon([{"params": params, "use_muon": True, **options}], lr=LR)
 
 
-def test_names_of_a_checkpoint_fill_what_has_none() -> None:
-    params = make_params((8, 6), (6, 8))
-    optimizer = muon(params)
-    run(optimizer, params, [0])
-    fresh = unnamed(copies(params))
-    assert fresh.param_groups[0]["param_names"] == ["group0.param0", "group0.param1"]
-    fresh.load_state_dict(optimizer.state_dict())
-    assert fresh.param_groups[0]["param_names"] == ["layers.0.weight", "layers.1.weight"]
-    assert [row.name for row in fresh.routing_table().rows] == ["layers.0.weight", "layers.1.weight"]
-    run(fresh, fresh.param_groups[0]["params"], [1])
+NUMBERED, NAMED = (["group0.param0", "group0.param1"], ["layers.0.weight", "layers.1.weight"])
 
 
-@pytest.mark.parametrize("names", [None, ["layers.0.weight"], [1, 2], "ab", 5])
-def test_names_that_do_not_fit_are_left_alone(names: Any) -> None:
+@pytest.mark.parametrize("names", [NAMED, None, ["layers.0.weight"], [1, 2], "ab", 5])
+def test_names_of_a_checkpoint_fill_what_has_none(names: Any) -> None:
+    """If they are as many as there are parameters."""
     params = make_params((8, 6), (6, 8))
     optimizer = unnamed(params)
     run(optimizer, params, [0])
@@ -246,8 +184,11 @@ def test_names_that_do_not_fit_are_left_alone(names: Any) -> None:
     if names is None:
         del saved["param_groups"][0]["param_names"]
     fresh = unnamed(copies(params))
+    assert fresh.param_groups[0]["param_names"] == NUMBERED
     fresh.load_state_dict(saved)
-    assert fresh.param_groups[0]["param_names"] == ["group0.param0", "group0.param1"]
+    assert fresh.param_groups[0]["param_names"] == (NAMED if names is NAMED else NUMBERED)
+    assert [row.name for row in fresh.routing_table().rows] == fresh.param_groups[0]["param_names"]
+    run(fresh, fresh.param_groups[0]["params"], [1])
 
 
 def test_names_that_were_given_stay() -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +27,7 @@ from tests.dist.test_meshes import MESHES, WORLD, model
 from tests.support import nets
 from tests.support.bounds import norm_error, unit
 from tests.support.cases import Case, Param, gradient, place
+from tests.support.collectives import counted_collectives
 from tests.support.processes import results_of, run_ranks
 from tests.support.random_layouts import DTYPES, SIZES, Layouts, mesh_layouts, placements
 from tests.support.tensors import like, local, seeded
@@ -39,46 +37,6 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 FSDP_OF_TP = _StridedShard(0, split_factor=2)
 ORDERS = [1.0, 2.0, 3.5, math.inf]
 pytestmark = pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
-
-
-class Calls:
-    """Collectives and groups made, rank by rank."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.made: dict[int, list[tuple[str, int]]] = {}
-
-    def add(self, what: str, size: int) -> None:
-        with self._lock:
-            self.made.setdefault(dist.get_rank(), []).append((what, size))
-
-    def start(self) -> None:
-        """Forgets what this rank has done so far, such as making its meshes."""
-        with self._lock:
-            self.made[dist.get_rank()] = []
-
-
-@contextmanager
-def watched() -> Iterator[Calls]:
-    calls = Calls()
-    names = ["all_reduce", "all_gather", "all_gather_object", "all_to_all_single", "broadcast", "barrier"]
-
-    def counting(name: str, original: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            calls.add(name, args[0].numel() if args and isinstance(args[0], Tensor) else 0)
-            return original(*args, **options)
-
-        return call
-
-    patches = [patch.object(dist, name, counting(name, getattr(dist, name))) for name in names]
-    patches += [patch.object(groups, "new_named_group", counting("new_group", groups.new_named_group))]
-    for one in patches:
-        one.start()
-    try:
-        yield calls
-    finally:
-        for one in patches:
-            one.stop()
 
 
 def expected(case: Case, max_norm: float, order: float) -> tuple[Tensor, list[Tensor | None]]:
@@ -117,7 +75,7 @@ def close(mine: Tensor, wanted: Tensor, dtype: torch.dtype, norm: float) -> None
 
 
 def check(
-    case: Case, meshes: Sequence[DeviceMesh], order: float, foreach: bool | None = None, calls: Calls | None = None
+    case: Case, meshes: Sequence[DeviceMesh], order: float, foreach: bool | None = None, calls: dict[int, Any] | None = None
 ) -> float:
     """Clips on this rank, and demands what torch finds on one device."""
     whole, _ = expected(case, math.inf, order)
@@ -125,7 +83,7 @@ def check(
     total, clipped = expected(case, limit, order)
     params = on_mesh(case, meshes)
     if calls is not None:
-        calls.start()
+        calls[dist.get_rank()].clear()
     found = clip_grad_norm_(params, limit, order, foreach=foreach)
     assert type(found) is Tensor
     assert found.shape == ()
@@ -189,20 +147,20 @@ def test_several_meshes_take_one_all_reduce_of_five_numbers(name: str, order: fl
     meshes, cuts = MESHES[name]
     case = model(cuts)
     case = replace(case, params=(*case.params, Param((3, 3), None)))
-    with watched() as calls:
+    with counted_collectives() as calls:
         found = run_threads(WORLD, lambda rank: check(case, meshes(), order, calls=calls))
     assert len(set(found)) == 1
-    assert calls.made == {rank: [("all_reduce", 5)] for rank in range(WORLD)}
+    assert calls == {rank: [("all_reduce", 5)] for rank in range(WORLD)}
 
 
 def test_plain_tensors_alone_send_nothing() -> None:
-    with watched() as calls:
+    with counted_collectives() as calls:
         run_threads(3, lambda rank: check(Case((Param((4, 3), None),)), [], 2.0, calls=calls))
-    assert calls.made == {rank: [] for rank in range(3)}
+    assert calls == {rank: [] for rank in range(3)}
 
 
 def test_a_union_of_meshes_makes_one_group_once() -> None:
-    """Ranks 0 to 4 of 6 are connected by meshes of their own, and there is no group of just these."""
+    """Ranks 0 to 4 of 6 are connected by separate meshes, and there is no group of just these."""
     case = Case((Param((7, 5), 0, (S0,)), Param((5, 6), 1, (S1,))))
 
     def main(rank: int) -> list[float]:
@@ -210,15 +168,15 @@ def test_a_union_of_meshes_makes_one_group_once() -> None:
         if rank == 5:
             return []
         params = on_mesh(case, meshes)
-        calls.start()
+        calls[dist.get_rank()].clear()
         return [float(total_grad_norm(params, order)) for order in (2.0, 2.0, 1.0, math.inf, 2.0)]
 
     for _ in range(2):  # the second world finds nothing of the first
-        with watched() as calls:
+        with counted_collectives() as calls:
             found = run_threads(6, main)
         for rank in range(5):
             assert found[rank] == found[0]
-            assert sorted(calls.made[rank]) == [("all_reduce", 5)] * 5 + [("new_group", 0)]
+            assert sorted(calls[rank]) == [("all_reduce", 5)] * 5 + [("new_group", 0)]
         assert found[0][0] == pytest.approx(float(expected(case, math.inf, 2.0)[0]), rel=near(case, 2.0))
     gc.collect()
     assert not groups._made, "groups outlive their world"
@@ -277,18 +235,18 @@ def test_stages_add_up_over_a_pipeline_group(order: float, as_mesh: bool) -> Non
         params, mesh, _ = stage(rank)
         before = [local(param.grad) for param in params]  # type: ignore[arg-type]
         total_grad_norm(params, order)  # makes the group of the stage
-        calls.start()
+        calls[dist.get_rank()].clear()
         found = clip_grad_norm_(params, total / 2, order, pp_group=mesh["pp"] if as_mesh else mesh["pp"].get_group())
         for param, was in zip(params, before, strict=True):
             assert param.grad is not None
             close(local(param.grad), was / 2, torch.float32, bound + 1e-6 / total)
         return float(found)
 
-    with watched() as calls:
+    with counted_collectives() as calls:
         found = run_threads(8, main)
     assert found == [found[0]] * 8
     assert found[0] == pytest.approx(total, rel=bound)
-    assert calls.made == {rank: [("all_reduce", 5)] * 2 for rank in range(8)}
+    assert calls == {rank: [("all_reduce", 5)] * 2 for rank in range(8)}
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
@@ -305,19 +263,6 @@ def test_stages_of_one_rank_each(order: float) -> None:
 
 
 # torch's own wrappers.
-
-
-@pytest.mark.parametrize("order", [2.0, math.inf])
-@pytest.mark.parametrize("sizes", [(5, 8, 6), (3, 6, 1)], ids=str)
-def test_hsdp_over_tp_as_torch_wraps_it(sizes: tuple[int, int, int], order: float) -> None:
-    def main(rank: int) -> float:
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-        net, whole = nets.build_net(sizes), nets.build_net(sizes)
-        nets.split_by_layer(net, mesh["tp"])
-        fully_shard(net, mesh=mesh["replicate", "shard"])
-        return clip_wrapped(net, whole, order)
-
-    assert len(set(run_threads(8, main))) == 1
 
 
 def clip_wrapped(net: nn.Module, whole: nn.Module, order: float) -> float:
@@ -338,7 +283,7 @@ def clip_wrapped(net: nn.Module, whole: nn.Module, order: float) -> float:
 
 
 def gloo_main(rank: int, folder: Path) -> None:
-    """In a process of its own: wrapped by FSDP2, beside one device; then NaN and a failure on one rank only."""
+    """In a separate process: wrapped by FSDP2, beside one device; then NaN and a failure on one rank only."""
     mesh = init_device_mesh("cpu", (2,))
     for order in ORDERS:
         net, whole = nets.build_net((5, 7, 3)), nets.build_net((5, 7, 3))

@@ -6,23 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshmuon import ConfigError, DistMuon, Muon, clip_grad_norm_, total_grad_norm
 from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, set_gradients
-from tests.support.tensors import like, local, same, seeded
+from tests.support.tensors import seeded
 from tests.support.threads import run_threads
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
 SHAPES = ((8, 6), (6, 9), (10,), (7, 4))  # the last two are AdamW's
-PLACES: dict[str, tuple[tuple[int, ...], list[list[Any] | None]]] = {
-    "FSDP": ((4,), [[S0]] * 4),
-    "HSDP": ((2, 2), [[R, S0]] * 4),
-    "TP and plain": ((2, 2), [[S0, S1], [S1, R], None, [R, S0]]),
-    "only AdamW's on the mesh": ((4,), [None, None, [S0], [R]]),
-}
 
 
 def build(params: list[Any], **options: Any) -> Muon:
@@ -81,51 +74,11 @@ def test_refused_without_routes(given: str) -> None:
     assert_same_bits([param.grad for param in params], before)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_on_meshes(place: str) -> None:
-    """The norm of AdamW's parameters on one device; Muon's shards keep every bit. A clipped run equals one device's."""
-    shape, placements = PLACES[place]
-
-    def device(step: int, params: list[Any]) -> list[Tensor]:
-        return [like(param, seeded(param.shape, 10 * step + k)) for k, param in enumerate(params)]
-
-    whole = [nn.Parameter(seeded(size, k)) for k, size in enumerate(SHAPES)]
-    single = build(whole)
-    norms = []
-    for step in range(2):
-        set_gradients(whole, device(step, whole))
-        norms.append(float(clip_grad_norm_(single, 0.1, which="adamw")))
-        single.step()
-
-    def on_rank(rank: int) -> None:
-        mesh = init_device_mesh("cpu", shape)
-        params = []
-        for k, (size, where) in enumerate(zip(SHAPES, placements, strict=True)):
-            value = seeded(size, k)
-            placed = (
-                value if where is None else torch.distributed.tensor.distribute_tensor(value, mesh, where, src_data_rank=None)
-            )
-            params.append(nn.Parameter(placed))
-        optimizer = build(params)
-        for step in range(2):
-            set_gradients(params, device(step, params))
-            before = [local(param.grad).clone() for param in params[:2]]
-            norm = float(clip_grad_norm_(optimizer, 0.1, which="adamw"))
-            assert abs(norm - norms[step]) <= 1e-6 * norms[step]
-            for param, kept in zip(params[:2], before, strict=True):
-                same(local(param.grad), kept, "Muon's gradient")
-            optimizer.step()
-        for param, expected in zip(params, whole, strict=True):
-            torch.testing.assert_close(local(param), local(like(param, expected.detach())), atol=1e-6, rtol=1e-6)
-
-    run_threads(4, on_rank)
-
-
 def test_ranks_that_choose_differently() -> None:
     def on_rank(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2,))
         params = [
-            nn.Parameter(torch.distributed.tensor.distribute_tensor(seeded(size, k), mesh, [S0], src_data_rank=None))
+            nn.Parameter(distribute_tensor(seeded(size, k), mesh, [Shard(0)], src_data_rank=None))
             for k, size in enumerate(SHAPES)
         ]
         set_gradients(params, [torch.ones_like(param) for param in params])

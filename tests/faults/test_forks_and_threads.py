@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshmuon import DistMuon, MaxLogits, Muon, clip_grad_norm_
+from meshmuon import DistMuon, MaxLogits, clip_grad_norm_
 from meshmuon.errors import TransportError
 from tests.support.processes import results_of, run_ranks
-from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
+from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps, world_mesh
 from tests.support.tensors import local, seeded
 
 
@@ -40,26 +40,20 @@ def in_fork(folder: Path, work: Callable[[], str]) -> str:
     return (folder / f"fork{child}").read_text()
 
 
-def steps(params: list[nn.Parameter], optimizer: Muon, first: int, last: int) -> None:
-    for step in range(first, last):
-        give_gradients(params, step)
-        optimizer.step()
-
-
 def forked_alone(rank: int, folder: Path) -> str:
     """One process: the child goes on with its copy, the parent with its own."""
     params = initial(None)
     optimizer = muon_of(params)
-    steps(params, optimizer, 0, 2)
+    run_steps(params, optimizer, range(2))
 
     def child() -> str:
-        steps(params, optimizer, 2, 4)
+        run_steps(params, optimizer, range(2, 4))
         assert_equal(params, after(4))
         return "right"
 
     text = in_fork(folder, child)
     assert_equal(params, after(2))
-    steps(params, optimizer, 2, 5)
+    run_steps(params, optimizer, range(2, 5))
     assert_equal(params, after(5))
     return text
 
@@ -72,7 +66,7 @@ def forked_rank(rank: int, folder: Path, started: int, divided: bool) -> str:
     """One of two ranks: the child has no connections, and says so at once; the parents go on."""
     params = [nn.Parameter(seeded((6, 4), k)) for k in range(3)] if divided else initial(world_mesh())
     optimizer = DistMuon(params) if divided else muon_of(params)
-    steps(params, optimizer, 0, started)
+    run_steps(params, optimizer, range(started))
 
     def child() -> str:
         before = [local(param) for param in params]
@@ -83,7 +77,7 @@ def forked_rank(rank: int, folder: Path, started: int, divided: bool) -> str:
         return str(caught.value)
 
     text = in_fork(folder, child)
-    steps(params, optimizer, started, 4)
+    run_steps(params, optimizer, range(started, 4))
     if not divided:
         assert_equal(params, after(4))
     return text
@@ -106,7 +100,7 @@ def threaded_rank(rank: int, folder: Path, fresh: bool) -> None:
 
     def run(first: int, last: int) -> None:
         try:
-            steps(params, optimizer, first, last)
+            run_steps(params, optimizer, range(first, last))
         except BaseException as error:
             failures.append(error)
 
@@ -145,7 +139,7 @@ def collects(rank: int) -> Callable[[], float]:
 def consolidates(rank: int) -> Callable[[], float]:
     params = [nn.Parameter(seeded((6, 4), k)) for k in range(3)]
     optimizer = DistMuon(params)
-    steps(params, optimizer, 0, 1)
+    run_steps(params, optimizer, range(1))
 
     def consolidate() -> float:
         optimizer.consolidate()
@@ -170,9 +164,9 @@ def rank_of_two_threads(rank: int, folder: Path, prepare: Callable[[int], Callab
 
     params = initial(world_mesh())
     optimizer = muon_of(params, scheme=scheme)
-    steps(params, optimizer, 0, 1)
+    run_steps(params, optimizer, range(1))
     second.join(100)
-    steps(params, optimizer, 1, 2)
+    run_steps(params, optimizer, range(1, 2))
     return found
 
 

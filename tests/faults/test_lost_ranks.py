@@ -21,7 +21,7 @@ from tests.support import nccl_like
 from tests.support.injector import Fault, await_files, fail_at, kill_this_rank, stall_at
 from tests.support.lost_ranks import run_tries
 from tests.support.processes import GROUP_TIMEOUT, RankOutcome, fork_server, results_of, run_ranks, shorten_timeouts
-from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
+from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps, world_mesh
 from tests.support.tensors import seeded
 
 WORLD, LOST, STEPS = 4, 1, 5  # in a ring of four, rank 3 has no connection to rank 1
@@ -85,9 +85,7 @@ def muon_rank(rank: int, folder: Path, step: int, phase: str, action: Any, left:
     if phase == "between steps":
         fault = fail_at(LOST, step, "before the agreement", action, folder)
         if rank == LOST:
-            for earlier in range(step):
-                give_gradients(params, earlier)
-                optimizer.step()
+            run_steps(params, optimizer, range(step))
             action()
     else:
         fault = fail_at(LOST, step, phase, action, folder)
@@ -146,6 +144,14 @@ def test_a_rank_killed_among_many_waves(phase: str, tmp_path: Path) -> None:
     options = {"chunk_size": 1, "warmup_step": 0}
     ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, Kill(tmp_path), WORLD - 1, options)
     check_lost(ended, {"gather", "scatter", "agreement"}, {2, 3})
+
+
+def check_survivors(reports: list[Report]) -> None:
+    """All ranks but the lost one heard at once, and none steps on."""
+    for rank, report in enumerate(reports):
+        assert rank == LOST or report.kind == "TransportError", report
+        assert all(kind != "nothing" for kind, _ in report.later), report
+        assert not report.timed_out(GROUP_TIMEOUT), report
 
 
 def check_lost(ended: list[RankOutcome], allowed: set[str], completed: set[int]) -> None:
@@ -236,10 +242,7 @@ def test_a_rank_that_leaves_a_step(phase: str, action: type[Raise], tmp_path: Pa
     reports: list[Report] = results_of(ended)
     assert reports[LOST].kind == type(action.error).__name__
     assert [kind for kind, _ in reports[LOST].later] == ["StateError", "StateError"]
-    for rank, report in enumerate(reports):
-        assert rank == LOST or report.kind == "TransportError", report
-        assert all(kind != "nothing" for kind, _ in report.later), report
-        assert not report.timed_out(GROUP_TIMEOUT), report
+    check_survivors(reports)
 
 
 @pytest.mark.parametrize("action", [Raise, Interrupt])
@@ -247,10 +250,10 @@ def test_a_rank_that_leaves_while_the_others_are_ready(action: type[Raise], tmp_
     """In the first step, whose plan it has not prepared yet; nothing is half done."""
     reports: list[Report] = results_of(run_ranks(WORLD, muon_rank, tmp_path, 0, "making ready", action(tmp_path), WORLD, {}))
     assert reports[LOST].kind == type(action.error).__name__
+    check_survivors(reports)
     for rank, report in enumerate(reports):
-        assert rank == LOST or (report.kind == "TransportError" and report.phase == "agreement"), report
+        assert rank == LOST or report.phase == "agreement", report
         assert [kind for kind, _ in report.later] == ["TransportError"] * 2, report
-        assert not report.timed_out(GROUP_TIMEOUT), report
 
 
 @pytest.mark.parametrize(("phase", "action"), [("gather", Kill), ("orthogonalise", Kill), ("before the gather", Raise)])
@@ -265,21 +268,12 @@ def test_a_lost_rank_under_nccls_rules(phase: str, action: type[Kill], tmp_path:
     assert any("aborted" in report.text for report in reports), reports
 
 
-def interrupted_agreement(rank: int, folder: Path) -> Report:
-    """What the interrupted rank does next must not be taken for what the others wait for."""
-    params = initial(world_mesh())
-    report = until_lost(muon_of(params), params, fail_at(LOST, 2, "in the agreement", Interrupt(folder), folder))
-    stay(folder, rank, WORLD)
-    return report
-
-
 def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
-    reports: list[Report] = results_of(run_ranks(WORLD, interrupted_agreement, tmp_path))
+    reports: list[Report] = results_of(
+        run_ranks(WORLD, muon_rank, tmp_path, 2, "in the agreement", Interrupt(tmp_path), WORLD, {})
+    )
     assert reports[LOST].kind == "KeyboardInterrupt"
-    for rank, report in enumerate(reports):
-        assert rank == LOST or report.kind == "TransportError", report
-        assert all(kind != "nothing" for kind, _ in report.later), report
-        assert not report.timed_out(GROUP_TIMEOUT), report
+    check_survivors(reports)
 
 
 # Ranks that look for each other in different groups.

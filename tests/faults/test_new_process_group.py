@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshmuon import DistMuon, Muon, clip_grad_norm_
 from meshmuon.errors import MeshmuonError
 from tests.support.processes import join_group, results_of, run_ranks
-from tests.support.small_model import S0, SHAPES, R, after, assert_equal, give_gradients, initial, muon_of, world_mesh
-from tests.support.tensors import assert_untouched, everything, local, seeded
+from tests.support.small_model import S0, SHAPES, R, after, assert_equal, give_gradients, initial, muon_of, run_steps, world_mesh
+from tests.support.tensors import local, one_text, refused, seeded
 
 WORLD = 2
 MATRICES = SHAPES[:-1]
@@ -35,14 +35,6 @@ def built(layout: str) -> tuple[list[nn.Parameter], Muon]:
         return params, DistMuon(params, lr=0.01)
     group = dist.new_group(list(range(WORLD))) if layout == "own group" else dist.group.WORLD
     return params, muon_of(params, replica_group=group)
-
-
-def refused(optimizer: Muon) -> str:
-    before = everything(optimizer)
-    with pytest.raises(MeshmuonError) as caught:
-        optimizer.step()
-    assert_untouched(optimizer, before)
-    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def reborn_rank(rank: int, folder: Path, layout: str, stepped: bool, renewed: bool) -> list[str]:
@@ -67,9 +59,7 @@ LAYOUTS = ["DTensors", "two axes", "whole world", "own group", "DistMuon"]
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_optimizer_of_an_earlier_process_group(layout: str, stepped: bool, renewed: bool, tmp_path: Path) -> None:
     said = results_of(run_ranks(WORLD, reborn_rank, tmp_path, layout, stepped, renewed))
-    texts = {text for one in said for text in one}
-    assert len(texts) == 1, texts
-    text = texts.pop()
+    text = one_text([text for texts in said for text in texts])
     assert text.startswith("TransportError: ranks lost each other in the agreement of a step: destroy_process_group() has ended")
     assert ("Rebuild the meshes" if layout in ("DTensors", "two axes") else "Set optimizer.replica_group") in text
 
@@ -77,9 +67,7 @@ def test_an_optimizer_of_an_earlier_process_group(layout: str, stepped: bool, re
 def continued_rank(rank: int, folder: Path, layout: str) -> str:
     """All that the error advises: the run is then that of one device."""
     params, optimizer = built(layout)
-    for step in range(2):
-        give_gradients(params, step)
-        optimizer.step()
+    run_steps(params, optimizer, range(2))
     if isinstance(optimizer, DistMuon):
         optimizer.consolidate()
     values, saved = [local(param) for param in params], optimizer.state_dict()
@@ -98,17 +86,13 @@ def continued_rank(rank: int, folder: Path, layout: str) -> str:
         optimizer.load_state_dict(saved)
     else:
         optimizer.replica_group = dist.group.WORLD
-    for step in (2, 3):
-        give_gradients(params, step)
-        optimizer.step()
+    run_steps(params, optimizer, (2, 3))
     shapes = SHAPES if layout == "DTensors" else MATRICES
     if layout == "DistMuon":
         reference = initial(None, shapes)
         alone = DistMuon(reference, lr=0.01)
         alone.replica_group = None
-        for step in range(4):
-            give_gradients(reference, step)
-            alone.step()
+        run_steps(reference, alone, range(4))
         assert_equal(params, [param.detach() for param in reference])
     else:
         assert_equal(params, after(4, shapes))
@@ -133,9 +117,8 @@ def divided_rank(rank: int, folder: Path) -> str:
 
 def test_momentum_that_was_divided_over_an_earlier_group(tmp_path: Path) -> None:
     """Whoever owns a matrix in the new group would begin with none."""
-    said = results_of(run_ranks(WORLD, divided_rank, tmp_path))
-    assert len(set(said)) == 1
-    assert said[0].startswith("StateError: rank 0: momentum is divided over the owners of an earlier process group")
+    text = one_text(results_of(run_ranks(WORLD, divided_rank, tmp_path)))
+    assert text.startswith("StateError: rank 0: momentum is divided over the owners of an earlier process group")
 
 
 def alone_rank(rank: int, folder: Path) -> None:

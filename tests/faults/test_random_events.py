@@ -315,8 +315,8 @@ class Pair:
         except OrthogonalizeError as error:
             text = str(error)
         _mood.raises = False
-        plan, proposal = optimizer.plan(), optimizer._planner._proposal
-        tasks = [task for task in plan.tasks if task.param not in proposal.decision.idle]
+        plan, idle = optimizer.plan(), optimizer._planner._decision.idle
+        tasks = [task for task in plan.tasks if task.param not in idle]
         names = {plan.params[task.param].name for task in tasks if task.owner == odd}
         assert (text is not None) == bool(names), "a failed step went unnoticed"
         for slot, param in zip(self.whole.slots, self.whole.params, strict=True):

@@ -17,8 +17,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from meshmuon import DistMuon, Interleaved, Muon, NorMuon, PlanMismatchError
 from meshmuon.metrics import Metrics
 from meshmuon.metrics.spectra import tridiagonalise
-from meshmuon.metrics.weights import FIRST_STEPS
+from meshmuon.metrics.weights import FIRST_HALVES
 from tests.support.cases import Case, Param, as_parameter, check, gradient, initial, run, sharded, single
+from tests.support.collectives import counted_collectives
 from tests.support.random_layouts import Layouts, cases
 from tests.support.threads import run_threads
 
@@ -99,12 +100,6 @@ def test_the_reference_path_measures_what_one_device_does(options: dict[str, Any
     run_case(Case(MIXED, {"replicas": "share", **options}, steps=3), Layouts((2, 2)), reference_path=True)
 
 
-def test_the_comparison_sees_a_replica_that_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmuon.metrics.weights.counts_here", lambda layouts, rank: True)
-    with pytest.raises(AssertionError, match="norm"):
-        run_case(Case(MIXED[:1], {}, steps=1), Layouts((2, 2)))
-
-
 def test_dist_muon_measures_averaged_gradients() -> None:
     """Two ranks with gradients g + d and g − d measure what one rank with g does."""
     shapes = ((6, 4), (5, 9), (7,))
@@ -138,35 +133,26 @@ def test_dist_muon_measures_averaged_gradients() -> None:
 
 def test_one_reduction_on_measured_steps_and_nothing_on_others() -> None:
     """Beside the agreement, which is on every step; and the bytes are those that were sent."""
-    reductions: list[int] = []
-    original = dist.all_reduce
-
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == 0:
-            reductions.append(tensor.numel() * tensor.element_size())
-        return original(tensor, *args, **kwargs)
-
     case = Case((Param((6, 4), 0, (S0,)), Param((4, 6), 0, (S1,)), Param((5,), 0, (S0,), muon=False)), steps=6)
     steps: list[list[int]] = []
 
     def main(rank: int) -> None:
         def watch(optimizer: Muon) -> None:
             if rank == 0:
-                steps.append(list(reductions))
-                reductions.clear()
+                steps.append([elements for name, elements in calls[0] if name == "all_reduce"])
+                calls[0].clear()
                 if len(steps) % 3 == 0:
                     metrics = optimizer.metrics()
-                    assert steps[-1][-1] == metrics["bytes"]["reduced"] < 4096
+                    assert 4 * steps[-1][-1] == metrics["bytes"]["reduced"] < 4096
                     assert metrics["bytes"]["sent"] == optimizer.plan().bytes_sent[0]
                     assert set(metrics["balance"]["seconds_by_rank"]) == {"0", "1"}
                     assert min(metrics["balance"]["planned"], metrics["balance"]["measured"]) >= 1
 
         sharded(case, Layouts((2,)).build(), metrics=3, watch=watch)
 
-    with patch.object(dist, "all_reduce", counting):
+    with counted_collectives() as calls:
         run_threads(2, main)
-    first = 2 * FIRST_STEPS  # the products from which the largest singular values of the weights are found
-    assert [len(made) for made in steps[1:]] == [1, 2 + first, 1, 1, 2]
+    assert [len(made) for made in steps[1:]] == [1, 1 + FIRST_HALVES, 1, 1, 2]
 
 
 def test_ranks_that_measure_different_steps_raise() -> None:
@@ -215,7 +201,7 @@ def two_ranks_with_private_weights(scheme: Any = "keller") -> tuple[Muon, torch.
     return Muon(groups, lr=0.0, scheme=scheme, metrics=1), shared, private
 
 
-def test_a_plan_that_is_new_on_one_rank_only_begins_anew_on_all() -> None:
+def test_a_plan_that_is_new_on_one_rank_only_starts_over_on_all() -> None:
     """Rank 0 gets a gradient of a weight that only it knows, and plans again. Both ranks must multiply by the same vectors."""
 
     def main(rank: int) -> tuple[list[int], float, float]:
@@ -230,7 +216,7 @@ def test_a_plan_that_is_new_on_one_rank_only_begins_anew_on_all() -> None:
         return counts, optimizer.metrics()["matrices"]["shared"]["weight_sigma"], sigma
 
     for counts, found, sigma in run_threads(2, main):
-        assert counts == [1, 1, 2]
+        assert counts == [FIRST_HALVES, FIRST_HALVES, FIRST_HALVES + 1]
         assert found == pytest.approx(sigma, rel=1e-3)
 
 

@@ -46,7 +46,7 @@ def from_gram(stacked: Tensor) -> Multiply:
 
 def largest(stacked: Tensor, iterations: int, way: Callable[[Tensor], Multiply] = from_matrices) -> Tensor:
     start = probes(min(stacked.shape[1:]))[0].to(stacked.dtype).expand(stacked.size(0), -1)
-    return largest_singular_values(tridiagonalise(way(stacked), start, iterations)[0]) * squares(stacked).sqrt()
+    return largest_singular_values(tridiagonalise(way(stacked), start, iterations)) * squares(stacked).sqrt()
 
 
 WAYS = pytest.mark.parametrize("way", [from_matrices, from_gram])
@@ -106,7 +106,7 @@ def test_defects_are_means_over_all_directions(shape: tuple[int, int, int, int])
     all_directions = probes(size, size).to(stacked.dtype)
     assert torch.allclose(defects(stacked, all_directions), expected, atol=1e-5)
     sampled = torch.stack([defects(stacked, all_directions[k : k + 1]) for k in range(size)]).mean(0)
-    assert torch.allclose(sampled, expected, atol=1e-5), "each direction counts alike"
+    assert torch.allclose(sampled, expected, atol=1e-5), "each direction counts the same"
 
 
 def test_directions_that_are_lost_are_counted() -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,8 +21,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from meshmuon import ConfigError, Interleaved, Muon
 from meshmuon.qk_clip.clip import QKClip
 from meshmuon.qk_clip.max_logits import MaxLogits
+from tests.qk_clip.test_max_logits import Attend, dense
 from tests.support.bounds import sum_error
 from tests.support.clip_reference import clipped, clipped_mla, parameters
+from tests.support.collectives import counted_collectives
 from tests.support.random_layouts import placements
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
@@ -149,18 +147,11 @@ def test_random_layouts_equal_one_device(drawn: Any) -> None:
 
 
 FIXED = [
-    ("a head over two ranks", separate(2, 1, 4, 5), (4,), [(S0,), (S0,)]),
-    ("uneven shards through heads", separate(3, 2, 4, 5), (5,), [(S0,), (S0,)]),
     ("more ranks than rows", separate(1, 2, 1, 3), (7,), [(S0,), (S0,)]),
-    ("FSDP over TP", separate(4, 2, 3, 5), (2, 2), [(STRIDED, S0), (STRIDED, S0)]),
-    ("HSDP over TP", separate(4, 2, 3, 8), (2, 2, 2), [(R, STRIDED, S0), (R, STRIDED, S0)]),
-    ("columns", separate(2, 2, 3, 7), (3,), [(S1,), (S1,)]),
-    ("replicated keys", separate(1, 4, 3, 5), (4,), [(S0,), (R,)]),
-    ("plain keys", separate(1, 4, 3, 5), (4,), [(S0,), None]),
-    ("fused", fused(2, 2, 3, 5), (5,), [(S0,)]),
+    ("HSDP over TP, uneven", separate(4, 2, 3, 5), (2, 2, 2), [(R, STRIDED, S0), (R, STRIDED, S0)]),
+    ("columns and plain keys", separate(1, 4, 3, 5), (4,), [(S1,), None]),
     ("fused, FSDP over TP", fused(2, 2, 3, 5), (2, 3), [(STRIDED, S0)]),
     ("interleaved", interleaved(4, 2, 3, 5), (3,), [(S0,)]),
-    ("MLA", latent(3, 5), (4,), [(S0,), (S0,)]),
     ("MLA, FSDP over TP", latent(4, 5), (2, 2), [(STRIDED, S0), (STRIDED, S0)]),
 ]
 
@@ -168,14 +159,6 @@ FIXED = [
 @pytest.mark.parametrize(("layer", "shape", "cuts"), [one[1:] for one in FIXED], ids=[one[0] for one in FIXED])
 def test_fixed_layouts_equal_one_device(layer: Attention, shape: tuple[int, ...], cuts: list[Any]) -> None:
     run_clip(layer, shape, cuts)
-
-
-def test_the_comparison_sees_one_wrong_bit() -> None:
-    layer = separate(2, 1, 4, 5)
-    wrong = next(iter(layer.after.values()))
-    wrong[7, 4] = torch.nextafter(wrong[7, 4], torch.tensor(math.inf))
-    with pytest.raises(AssertionError, match="q_proj"):
-        run_clip(layer, (4,), [(S0,), (S0,)])
 
 
 def test_logits_that_are_maxima_not_yet_taken() -> None:
@@ -204,12 +187,13 @@ def test_logits_of_several_layers_come_together_in_one_reduction() -> None:
         mesh = mesh_of((2, 2))
         logits = {k: place(one.logits, mesh, (S0, S0)) for k, one in enumerate(layers)}
         tensors = {name: nn.Parameter(place(value, mesh, (R, S0))) for name, value in before.items()}
+        calls[rank].clear()
         QKClip(layers[0].config).apply(parameters(tensors), dict(reversed(logits.items())) if rank else logits)
-        assert calls[rank] == 1
+        assert calls[rank] == [("all_reduce", 8)]
         for name, value in after.items():
             same(local(tensors[name]), local(place(value, mesh, (R, S0))), name)
 
-    with counted_reductions() as calls:
+    with counted_collectives() as calls:
         run_threads(4, main)
 
 
@@ -268,44 +252,11 @@ def test_steps_on_a_mesh_equal_steps_on_one_device() -> None:
     run_threads(8, main)
 
 
-class Attend(nn.Module):
-    """Grouped attention; how many heads there are follows from what the projections give."""
-
-    def __init__(self, width: int, heads: int, key_heads: int, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        self.q_proj, self.k_proj = nn.Linear(width, heads * dim, bias=False), nn.Linear(width, key_heads * dim, bias=False)
-        self.v_proj = nn.Linear(width, key_heads * dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (one(x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
-        return (
-            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            .transpose(1, 2)
-            .flatten(2)
-            .clone()
-        )
-
-
 def attentions(count: int = 2) -> nn.ModuleList:
-    layers = nn.ModuleList(Attend(12, 8, 4, 3) for _ in range(count))
+    layers = nn.ModuleList(Attend(8, 4, bias=False) for _ in range(count))
     for k, param in enumerate(layers.parameters()):
         nn.init.normal_(param, generator=torch.Generator().manual_seed(k))
     return layers
-
-
-@contextmanager
-def counted_reductions() -> Iterator[dict[int, int]]:
-    calls: dict[int, int] = {}
-    lock, original = threading.Lock(), dist.all_reduce
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            calls[dist.get_rank()] = calls.get(dist.get_rank(), 0) + 1
-        return original(*args, **kwargs)
-
-    with patch.object(dist, "all_reduce", counting):
-        yield calls
 
 
 def test_logits_of_data_and_tensor_parallel_ranks_come_together() -> None:
@@ -325,26 +276,22 @@ def test_logits_of_data_and_tensor_parallel_ranks_come_together() -> None:
             with logits.collecting():
                 for layer in layers:
                     layer(x.chunk(2)[mesh.get_coordinate()[0]])
-            before = calls.get(rank, 0)
+            calls[rank].clear()
             found = logits.collect()
-            assert turn == 0 or calls[rank] == before + 1
+            assert turn == 0 or calls[rank] == [("all_reduce", 17)]
             assert list(found) == [0, 1]
             for k, value in found.items():
                 torch.testing.assert_close(value, wanted[k], rtol=0, atol=bound)
 
-    with counted_reductions() as calls:
+    with counted_collectives() as calls:
         run_threads(4, main)
 
 
 def single_logits(x: Tensor) -> dict[int, Tensor]:
     """On one device, as torch computes products: the same per-head maxima."""
-    found = {}
-    for k, layer in enumerate(attentions()):
-        q, key = ((one(x)).unflatten(-1, (-1, 3)).transpose(1, 2) for one in (layer.q_proj, layer.k_proj))
-        scores = (q @ key.repeat_interleave(2, 1).transpose(-1, -2)) / math.sqrt(3)
-        scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -math.inf)
-        found[k] = scores.detach().amax((0, 2, 3))
-    return found
+    with torch.no_grad():
+        parts = [layer.parts(x) for layer in attentions()]
+    return {k: dense(q, key, causal=True).float() for k, (q, key, _) in enumerate(parts)}
 
 
 def logit_error(x: Tensor) -> float:
@@ -388,20 +335,22 @@ def test_fsdp_end_to_end_keeps_logits_under_the_threshold() -> None:
     run_threads(3, main)
 
 
+def collected(logits: MaxLogits, *observed: tuple[Any, Tensor, Tensor], **options: Any) -> dict[Any, Tensor]:
+    """What ``collect`` returns once ``observe`` was given these layers, queries and keys."""
+    with logits.collecting():
+        for layer, q, k in observed:
+            logits.observe(layer, q, k, **options)
+    return logits.collect()
+
+
 def test_unevenly_divided_heads() -> None:
     """Three heads over two tensor parallel ranks: two on the first, one on the second."""
     q, k = random(2, 3, 5, 4, seed=1), random(2, 3, 5, 4, seed=2)
-    alone = MaxLogits()
-    with alone.collecting():
-        alone.observe(0, q, k)
-    wanted = alone.collect()[0]
+    wanted = collected(MaxLogits(), (0, q, k))[0]
 
     def main(rank: int) -> None:
-        logits = MaxLogits(tp_group=dist.group.WORLD)
         heads = slice(0, 2) if rank == 0 else slice(2, 3)
-        with logits.collecting():
-            logits.observe(0, q[:, heads], k[:, heads])
-        same(logits.collect()[0], wanted, "heads")
+        same(collected(MaxLogits(tp_group=dist.group.WORLD), (0, q[:, heads], k[:, heads]))[0], wanted, "heads")
 
     run_threads(2, main)
 
@@ -410,10 +359,8 @@ def test_ranks_that_saw_nothing_take_part() -> None:
     def main(rank: int) -> None:
         logits = MaxLogits(dist.group.WORLD)
         for turn in range(3):
-            with logits.collecting():
-                if rank == turn:
-                    logits.observe("attn", torch.full((1, 2, 1, 4), float(turn + 1)), torch.ones(1, 2, 1, 4), scale=1.0)
-            same(logits.collect()["attn"], torch.full((2,), 4.0 * (turn + 1)), "logits")
+            seen = [("attn", torch.full((1, 2, 1, 4), float(turn + 1)), torch.ones(1, 2, 1, 4))] if rank == turn else []
+            same(collected(logits, *seen, scale=1.0)["attn"], torch.full((2,), 4.0 * (turn + 1)), "logits")
         same(logits.collect()["attn"], torch.full((2,), -math.inf), "nothing seen")
 
     run_threads(3, main)
@@ -421,13 +368,11 @@ def test_ranks_that_saw_nothing_take_part() -> None:
 
 def test_nan_of_one_rank_reaches_all_as_infinity() -> None:
     def main(rank: int) -> None:
-        logits = MaxLogits(dist.group.WORLD)
         q = torch.ones(1, 2, 1, 4)
         if rank == 1:
             q[0, 0, 0, 0] = math.nan
-        with logits.collecting():
-            logits.observe(0, q, torch.ones(1, 2, 1, 4))
-        same(logits.collect()[0], torch.tensor([math.inf, 2.0]), "logits")
+        found = collected(MaxLogits(dist.group.WORLD), (0, q, torch.ones(1, 2, 1, 4)))
+        same(found[0], torch.tensor([math.inf, 2.0]), "logits")
 
     run_threads(3, main)
 
@@ -441,64 +386,55 @@ def refusals(world: int, main: Any) -> list[str]:
     return run_threads(world, caught)
 
 
-def test_layers_may_come_and_go() -> None:
-    """Ranks that see a new layer have all compare notes again; one that is not seen any more has −∞."""
+def test_layers_and_heads_may_come_and_go() -> None:
+    """Ranks that see a new layer, or other heads, have all compare notes again; a layer that is not seen any more has −∞."""
 
     def main(rank: int) -> list[dict[Any, list[float]]]:
         logits = MaxLogits(dist.group.WORLD)
         found = []
-        for layers in ((0,), (0, 1) if rank == 2 else (0,), (1,), (0,)):
-            with logits.collecting():
-                for layer in layers:
-                    logits.observe(layer, torch.full((1, 2, 1, 4), 1.0 + rank), torch.full((1, 2, 1, 4), 1.0 + layer))
-            found.append({layer: one.tolist() for layer, one in logits.collect().items()})
+        for layers, heads in (((0,), 2), ((0, 1) if rank == 2 else (0,), 2), ((1,), 2), ((0,), 2), ((0,), 3)):
+            q = torch.full((1, heads, 1, 4), 1.0 + rank)
+            largest = collected(logits, *((layer, q, torch.full((1, heads, 1, 4), 1.0 + layer)) for layer in layers))
+            found.append({layer: one.tolist() for layer, one in largest.items()})
         return found
 
     first, both, second = {0: [6.0, 6.0]}, {0: [6.0, 6.0], 1: [12.0, 12.0]}, {0: [-math.inf] * 2, 1: [12.0, 12.0]}
-    last = {0: [6.0, 6.0], 1: [-math.inf] * 2}
-    assert run_threads(3, main) == [[first, both, second, last]] * 3
+    third, last = {0: [6.0, 6.0], 1: [-math.inf] * 2}, {0: [6.0, 6.0, 6.0]}
+    assert run_threads(3, main) == [[first, both, second, third, last]] * 3
 
 
-@pytest.mark.parametrize("what", ["heads", "nothing", "part of the heads"])
-def test_every_rank_hears_the_same_refusal(what: str) -> None:
+@pytest.mark.parametrize(
+    ("heads", "by_heads", "text"),
+    [
+        ((2, 3, 2), False, "3 heads on rank 1 and 2"),
+        ((0, 0, 0), False, "no rank has observed"),
+        ((2, 0, 2), True, "only [0, 2] of 3 tensor parallel ranks"),
+    ],
+)
+def test_every_rank_hears_the_same_refusal(heads: tuple[int, ...], by_heads: bool, text: str) -> None:
     def main(rank: int) -> None:
-        logits = MaxLogits(tp_group=dist.group.WORLD) if what == "part of the heads" else MaxLogits(dist.group.WORLD)
-        heads = 2 + (rank == 1 and what == "heads")
-        with logits.collecting():
-            if what != "nothing" and not (what == "part of the heads" and rank == 1):
-                logits.observe(0, torch.ones(1, heads, 1, 4), torch.ones(1, heads, 1, 4))
-        logits.collect()
+        logits = MaxLogits(dist.group.WORLD, tp_group=dist.group.WORLD if by_heads else None)
+        ones = torch.ones(1, heads[rank], 1, 4)
+        collected(logits, *[(0, ones, ones)] * bool(heads[rank]))
 
     shown = refusals(3, main)
     assert len(set(shown)) == 1
-    words = {
-        "heads": "3 heads on rank 1 and 2",
-        "nothing": "no rank has observed",
-        "part of the heads": "only [0, 2] of 3 tensor parallel ranks",
-    }
-    assert words[what] in shown[0]
+    assert text in shown[0]
 
 
-def test_several_ranks_need_a_group() -> None:
-    shown = refusals(2, lambda rank: MaxLogits().collect())
-    assert all("MaxLogits(group=...)" in one for one in shown)
-
-
-def test_a_group_must_have_all_tensor_parallel_ranks() -> None:
+def test_groups_that_lack_ranks() -> None:
     def main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         MaxLogits(mesh["dp"], tp_group=mesh["tp"])
 
     assert all("of which group lacks" in one for one in refusals(4, main))
+    assert all("MaxLogits(group=...)" in one for one in refusals(2, lambda rank: MaxLogits().collect()))
 
 
 def test_dtensor_queries() -> None:
     """Attention on DTensors: cut by heads and batch it works, cut by positions it is refused."""
     q, k = random(2, 4, 6, 3, seed=1), random(2, 4, 6, 3, seed=2)
-    alone = MaxLogits()
-    with alone.collecting():
-        alone.observe(0, q, k)
-    wanted = alone.collect()[0]
+    wanted = collected(MaxLogits(), (0, q, k))[0]
 
     def main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -54,7 +54,7 @@ def run_channels(size: int, main: Callable[[HostChannel, int], T], doors: Doors 
 
     def run(position: int) -> None:
         try:
-            channel = open_channel(position, ranks, doors.sharer(position))
+            channel = open_channel(ranks[position], ranks, doors.sharer(position))
             if isinstance(channel, str):
                 raise RuntimeError(channel)
         except BaseException as error:

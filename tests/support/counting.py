@@ -42,8 +42,8 @@ class Wire:
 
     def watch(self, optimizer: Muon) -> set[int]:
         """After each step: what its plan says that this rank sent, in all waves with a parameter that was stepped."""
-        rank, plan, proposal = dist.get_rank(), optimizer.plan(), optimizer._planner._proposal
-        waves = {task.wave for task in plan.tasks if task.param not in proposal.decision.idle}
+        rank, plan, idle = dist.get_rank(), optimizer.plan(), optimizer._planner._decision.idle
+        waves = {task.wave for task in plan.tasks if task.param not in idle}
         tasks = tuple(task for task in plan.tasks if task.wave in waves)
         stepped = PlanData(plan.ranks, plan.params, tasks, plan.wave_lanes, plan.options)
         sent = stepped.bytes_sent.get(rank, 0) + (stepped.bytes_relayed.get(rank, 0) if plan.relayed else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -46,13 +46,16 @@ def give_gradients(params: Sequence[nn.Parameter], step: int) -> None:
         param.grad = like(param, seeded(param.shape, 1000 + 100 * step + k))
 
 
+def run_steps(params: Sequence[nn.Parameter], optimizer: Muon, steps: Iterable[int]) -> None:
+    for step in steps:
+        give_gradients(params, step)
+        optimizer.step()
+
+
 def after(steps: int, shapes: Sequence[tuple[int, ...]] = SHAPES, **options: Any) -> list[Tensor]:
     """The parameters of one device after so many steps."""
     params = initial(None, shapes)
-    optimizer = muon_of(params, **options)
-    for step in range(steps):
-        give_gradients(params, step)
-        optimizer.step()
+    run_steps(params, muon_of(params, **options), range(steps))
     return [param.detach() for param in params]
 
 

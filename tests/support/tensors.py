@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshmuon import Muon
+from meshmuon.errors import MeshmuonError
 
 
 def seeded(shape: Sequence[int], seed: int) -> Tensor:
@@ -65,3 +67,18 @@ def assert_untouched(optimizer: Muon, before: Sequence[Tensor]) -> None:
     for tensor, old in zip(now, before, strict=True):
         assert tensor.shape == old.shape, "a refused step has changed a shape"
         same(tensor, old, "what a refused step must not write", equal_nan=True)
+
+
+def refused(optimizer: Muon) -> str:
+    """The error that a step raises, with its class: ``"PlanMismatchError: …"``. It must have written nothing."""
+    before = everything(optimizer)
+    with pytest.raises(MeshmuonError) as caught:
+        optimizer.step()
+    assert_untouched(optimizer, before)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def one_text(texts: Sequence[str]) -> str:
+    """What all ranks have said."""
+    assert len(set(texts)) == 1, texts
+    return texts[0]

@@ -7,10 +7,11 @@ Nothing here imports torch, so that ``--help`` and mistakes are answered at once
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", type=_names, default=(), metavar="NAMES", help="all but these checks")
     parser.add_argument("--list", action="store_true", help="list the checks and end")
     parser.add_argument("--quick", action="store_true", help="fewer steps and smaller measurements")
-    parser.add_argument("--limit", type=_seconds, default=60.0, metavar="SECONDS", help="most seconds of a check (default: 60)")
+    limit = _within(1.0, 86400.0, "no number of seconds between 1 and 86400")
+    parser.add_argument("--limit", type=limit, default=60.0, metavar="SECONDS", help="most seconds of a check (default: 60)")
     parser.add_argument("--json", dest="json_file", type=Path, metavar="FILE", help="write the whole report as JSON")
     parser.add_argument(
         "--save", dest="save_file", type=Path, metavar="FILE", help="write the measurements, for Muon(cost_model=FILE)"
@@ -116,18 +118,19 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--layout", type=Path, metavar="FILE", help="any other layout, as JSON, instead of --mesh")
     cluster.add_argument("--hardware", metavar="NAME", help="a machine that meshmuon knows, or a .json file (default: h100)")
     cluster.add_argument("--calibration", type=Path, metavar="FILE", help="what meshmuon doctor --save measured")
-    cluster.add_argument("--nodes", type=int, metavar="N", help="nodes of the cluster; the mesh must have their ranks")
+    cluster.add_argument("--nodes", type=_amount, metavar="N", help="nodes of the cluster; the mesh must have their ranks")
     options = parser.add_argument_group("options of Muon")
     options.add_argument("--replicas", choices=("auto", "share", "repeat"), default="auto")
     options.add_argument("--comm-dtype", choices=_DTYPES, help="default: bfloat16 on GPUs")
     options.add_argument("--param-dtype", choices=_DTYPES, default="float32", help="of the weights (default: float32)")
     options.add_argument("--momentum-dtype", choices=_DTYPES, help="default: that of the weights")
-    options.add_argument("--scheme", default="auto", metavar="NAME", help="auto, polar_express, keller, zolotarev or hybrid")
-    options.add_argument("--memory-budget", type=_bytes, metavar="BYTES", help="such as 64M")
+    options.add_argument("--scheme", default="auto", choices=("auto", "polar_express", "keller", "zolotarev", "hybrid"))
+    options.add_argument("--memory-budget", type=_amount, metavar="BYTES", help="such as 64M")
     options.add_argument("--waves-ahead", type=int, metavar="N")
     training = parser.add_argument_group("the training step around it")
-    training.add_argument("--tokens-per-step", type=_count, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)")
-    training.add_argument("--mfu", type=_share, default=0.4, help="share of the peak in forward and backward (default: 0.4)")
+    share = _within(sys.float_info.min, 1.0, "not above 0 and at most 1")
+    training.add_argument("--tokens-per-step", type=_amount, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)")
+    training.add_argument("--mfu", type=share, default=0.4, help="share of the peak in forward and backward (default: 0.4)")
     output = parser.add_argument_group("output; FILE is - for standard output, which then has nothing else")
     output.add_argument("--compare", action="store_true", help="other options side by side, and other meshes if there are any")
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -145,38 +148,23 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _seconds(text: str) -> float:
-    if not 1.0 <= (value := _number(text, f"{text!r} is no number of seconds")) <= 86400.0:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 86400 seconds")
-    return value
+def _within(low: float, high: float, wrong: str) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is {wrong}")
+        return value
+
+    return number
 
 
-def _share(text: str) -> float:
-    wrong = f"{text} is not above 0 and at most 1"
-    if not 0 < (value := _number(text, wrong)) <= 1:
-        raise argparse.ArgumentTypeError(wrong)
-    return value
-
-
-def _number(text: str, wrong: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(wrong) from None
-
-
-def _bytes(text: str) -> int:
-    return _amount(text, "is no number of bytes, such as 512K or 64M")
-
-
-def _count(text: str) -> int:
-    return _amount(text, "is no number of at least 1, such as 512 or 4M")
-
-
-def _amount(text: str, wrong: str) -> int:
+def _amount(text: str) -> int:
     """A number with a unit, in either case: 512k, 512KiB and 0.5M are the same. Units are powers of 1024."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) ?([KMGT]?)(?:I?B)?", text.upper())
-    number = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
-    return number
+    amount = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
+    if amount < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1, such as 512, 512K or 64M")
+    return amount

@@ -1,6 +1,6 @@
 """``meshmuon doctor``: checks and measurements that a user runs on their own cluster."""
 
 from .context import Context, DoctorOptions
-from .doctor import CHECKS, Ending, chosen_checks, run_doctor
+from .doctor import CHECKS, chosen_checks, run_doctor
 
-__all__ = ["CHECKS", "Context", "DoctorOptions", "Ending", "chosen_checks", "run_doctor"]
+__all__ = ["CHECKS", "Context", "DoctorOptions", "chosen_checks", "run_doctor"]

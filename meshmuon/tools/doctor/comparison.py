@@ -13,12 +13,13 @@ from ...optim import Muon
 from ...ortho import AUTO, Scheme, default_compute_dtype, scheme_for
 from ...params.dtensors import as_dtensor
 from ...params.lr import lr_factor
+from ...torch_compat import local_part
 from .context import Context, Finding
 from .numerics import rounding_bound, seeded, unit_roundoff
 
 
 class Net(nn.Module):
-    """Two layers without anything in between: ``first`` for column-wise, ``second`` for row-wise parallelism."""
+    """Two layers with a tanh in between: ``first`` for column-wise, ``second`` for row-wise parallelism."""
 
     def __init__(self, width: int, hidden: int, out: int) -> None:
         super().__init__()
@@ -39,11 +40,6 @@ def like(param: Tensor, value: Tensor) -> Tensor:
     if sharded is None or as_dtensor(value) is not None:
         return value.detach().clone()
     return distribute_tensor(value.detach().clone(), sharded.device_mesh, sharded.placements, src_data_rank=None)
-
-
-def held(tensor: Tensor) -> Tensor:
-    sharded = as_dtensor(tensor.detach())
-    return tensor.detach() if sharded is None else sharded.to_local()
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:
@@ -91,8 +87,8 @@ class Comparison:
         self._steps = 0
         self._groups = {param: group for group in self._reference.param_groups for param in group["params"]}
 
-    def run(self, steps: Iterable[int], give_gradients: Callable[[int], object] | None = None) -> None:
-        """Makes these steps. ``give_gradients`` gives both sides the same gradients; by default seeded ones."""
+    def run(self, steps: Iterable[int], give_gradients: Callable[[int], object] | None = None) -> Comparison:
+        """Makes these steps. ``give_gradients`` gives both sides the same gradients; by default seeded ones. Returns itself."""
         steps = list(steps)
         for step in steps:
             with self._context.doing(f"step {step + 1} of {steps[-1] + 1}"):
@@ -102,12 +98,13 @@ class Comparison:
                     self._allowed[name] += 0.0 if name in self.exact else self._allowance(param)
                 self._reference.step()
                 self._steps += 1
+        return self
 
     def finding(self, layout: str, more: Iterable[str] = ()) -> Finding:
         """Which of the parameters on the layout are not as one device has them, and ``more`` problems."""
         problems = [*more]
         for name, param in self._whole.items():
-            shard, expected = held(self.params[name]).cpu(), held(like(self.params[name], param)).cpu()
+            shard, expected = (local_part(t.detach()).cpu() for t in (self.params[name], like(self.params[name], param)))
             if shard.numel() == expected.numel() == 0:  # wrappers give empty shards other shapes
                 continue
             error = float((shard.double() - expected.double()).norm()) if shard.shape == expected.shape else float("inf")
@@ -124,7 +121,7 @@ class Comparison:
 
     def _allowance(self, param: Tensor) -> float:
         """What this step's rounding may change of a parameter."""
-        stored = 4 * unit_roundoff(param.dtype, param.device) * float(held(param).norm())
+        stored = 4 * unit_roundoff(param.dtype, param.device) * float(local_part(param.detach()).norm())
         if param.dim() < 2 or param.grad is None:
             return stored
         group = self._groups[param]

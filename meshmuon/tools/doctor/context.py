@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from ...agree.node_view import node_name
 from ...device import hardware_of
 from ...errors import ConfigError
-from ...plan import Plan
 from ...torch_compat import available_backends
 
 if TYPE_CHECKING:
@@ -30,36 +30,29 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one rank found, or what follows from the figures of all. It must survive JSON, since ranks tell each other."""
+    """What one rank found. It must survive JSON, since ranks tell each other."""
 
     detail: str  # what was checked or measured, in one sentence
     problems: Sequence[str] = ()  # what is wrong on this rank; the check fails if any rank has a problem
-    figures: Mapping[str, Any] = field(default_factory=dict)  # of a measurement
+    figures: Mapping[str, Any] = field(default_factory=dict)  # of a measurement, the same on all ranks
     skipped: bool = False
     raised: bool = False  # an exception ended it on this rank, so that ranks may be out of step
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that all ranks do at the same time.
-
-    A measurement summarises the figures of all ranks, in their order, on rank 0.
-    """
+    """Something that all ranks do at the same time."""
 
     name: str  # for ``--only`` and ``--skip``
     title: str  # what it shows
     advice: str  # what to do if it fails; ``{name}`` in it stands for the name
     run: Callable[[Context], Finding]  # on every rank
-    summarise: Callable[[Context, Sequence[Mapping[str, Any]]], Finding] | None = None
+    section: str = "checks"  # of the report
     fewest_ranks: int = 1  # with fewer, it is skipped
     advice_if_stuck: str = (  # if it does not come to its end on some rank
         "Look at the ranks that are named: their logs, their devices (nvidia-smi, dmesg) and their links. Then run it again with "
         "--only {name}, and with a larger --limit if it was only slow."
     )
-
-    @property
-    def section(self) -> str:
-        return "checks" if self.summarise is None else "measurements"
 
     def advice_for(self, *, stuck: bool) -> str:
         """The advice as users read it; ``stuck`` if it has not come to its end on some rank."""
@@ -80,13 +73,8 @@ class Outcome:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """ "rank 3", or "ranks 0-2 and 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     numbers = texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
@@ -126,38 +114,34 @@ def _number(name: str, default: int, *, at_least: int) -> int:
 
 def own_device(kind: str | None, local_rank: int) -> torch.device:
     """This rank's device of a type; of the accelerator unless told otherwise."""
-    try:
-        accelerator = torch.accelerator.current_accelerator(check_available=True) if kind is None else torch.device(kind)
-    except RuntimeError:
-        raise ConfigError(f"--device {kind}: torch knows no such device. Write cpu or cuda, for example.") from None
-    if accelerator is not None and accelerator.type == "meta":
-        raise ConfigError("--device meta holds no numbers and computes nothing: there is nothing to check. Write cpu or cuda.")
-    if kind is not None and accelerator is not None and accelerator.index is not None:
-        raise ConfigError(f"--device {kind}: write {accelerator.type} alone; LOCAL_RANK says which of them a rank takes.")
-    if accelerator is None or accelerator.type == "cpu":
-        return torch.device("cpu")
-    count = hardware_of(accelerator).count()
-    if count == 0:
-        raise ConfigError(f"--device {kind}: torch sees no such device here. Leave it out, or write --device cpu.")
-    return torch.device(accelerator.type, local_rank % count)
+    count = 0
+    with suppress(RuntimeError):  # torch knows no such device, or not how to count such devices
+        device = torch.accelerator.current_accelerator(check_available=True) if kind is None else torch.device(kind)
+        if device is None or device == torch.device("cpu"):
+            return torch.device("cpu")
+        kind = kind or device.type
+        count = 0 if ":" in kind or kind == "meta" else hardware_of(device).count()
+    if not count:
+        raise ConfigError(
+            f"--device {kind}: torch sees no such device here. Write a type alone, such as cpu or cuda: LOCAL_RANK says which "
+            "of them a rank takes."
+        )
+    return torch.device(str(kind), local_rank % count)
 
 
 def check_backend(backend: str, device_type: str) -> None:
     """Refuses a backend that is not there, or that does not move the memory of the devices; "cpu:gloo,cuda:nccl" is allowed."""
-    known, parts = available_backends(), backend.lower().split(",")
-    pairs = [part.split(":") for part in parts]
-    if ":" in backend and (any(len(pair) != 2 for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs)):
-        raise ConfigError(f"--backend {backend}: write one DEVICE:BACKEND for each type of device, such as cpu:gloo,cuda:nccl.")
-    names = [pair[1] for pair in pairs] if ":" in backend else [backend.lower()]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        there = ", ".join(known) or "none"
-        raise ConfigError(f"--backend {backend}: this torch has no backend {unknown[0]!r}. Those that it has: {there}.")
-    moved = [pair[0] for pair in pairs] if ":" in backend else known[names[0]]
-    if device_type not in moved:
+    known, pairs = available_backends(), [part.split(":") for part in backend.lower().split(",")]
+    if ":" in backend:
+        is_whole = all(len(pair) == 2 and pair[1] in known for pair in pairs)
+        moved = [pair[0] for pair in pairs] if is_whole else []
+    else:
+        moved = list(known.get(backend.lower(), ()))
+    if moved.count(device_type) != 1 or len(set(moved)) != len(moved):
         raise ConfigError(
-            f"--backend {backend} moves memory of {', '.join(moved) or 'no device'}, and the ranks are on {device_type}. Leave "
-            "out --backend, or choose other devices with --device."
+            f"--backend {backend} does not move the memory of {device_type}, and the ranks are there. Leave it out, or write one "
+            f"of those that this torch has ({', '.join(known) or 'none'}), or one DEVICE:BACKEND for each type of device, such "
+            "as cpu:gloo,cuda:nccl; --device chooses other devices."
         )
 
 
@@ -172,8 +156,7 @@ class Context:
     device: torch.device
     node: str  # equal for ranks that share a machine
     phase: str = ""  # what the rank is doing, for reports of hangs; another thread reads it
-    figures: dict[str, Any] = field(default_factory=dict)  # on rank 0: what the measurements so far have found, by name
-    plan: Plan | None = None  # of the sharded step that was measured
+    figures: dict[str, Any] = field(default_factory=dict)  # what the measurements so far have found, by name
 
     def __post_init__(self) -> None:
         self.nodes = [self.node] * self.world  # of each rank; known once the ranks have met
@@ -225,7 +208,3 @@ class Context:
     def exact(self) -> bool:
         """Whether a layout must give one device's bits. Elsewhere products may depend on what shares a batch."""
         return self.device.type == "cpu"
-
-    def leave(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()

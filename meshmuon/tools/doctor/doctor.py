@@ -6,14 +6,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from ...errors import ConfigError
 from . import environment, exchanges, layouts, measurements, numerics
 from .context import Check, Context, DoctorOptions
-from .report import report_as_json, report_for
+from .report import Report, report_as_json
 from .runner import Runner
 
 _LAYOUT = (
@@ -85,12 +84,12 @@ CHECKS: tuple[Check, ...] = (
         layouts.check_checkpoint,
     ),
     Check("stress", "200 short steps under stress", _LAYOUT, layouts.check_stress),
-    Check("rates", "rates of products", _MEASUREMENT, measurements.measure_products, measurements.summarise_products),
-    Check("links", "rates of links", _MEASUREMENT, measurements.measure_links, measurements.summarise_links, fewest_ranks=2),
-    Check("host", "the host's time", _MEASUREMENT, measurements.measure_host, measurements.summarise_host),
-    Check("step", "a sharded step beside its prediction", _MEASUREMENT, measurements.measure_step, measurements.summarise_step),
+    Check("rates", "rates of products", _MEASUREMENT, measurements.measure_rates, "measurements"),
+    Check("links", "rates of links", _MEASUREMENT, measurements.measure_links, "measurements", fewest_ranks=2),
+    Check("host", "the host's time", _MEASUREMENT, measurements.measure_host, "measurements"),
+    Check("step", "a sharded step beside its prediction", _MEASUREMENT, measurements.measure_step, "measurements"),
 )
-_MEASUREMENTS = tuple(check.name for check in CHECKS if check.summarise is not None)
+_MEASUREMENTS = tuple(check.name for check in CHECKS if check.section == "measurements")
 _ALWAYS = "join"
 
 
@@ -111,21 +110,14 @@ def chosen_checks(options: DoctorOptions) -> Sequence[Check]:
     return [check for check in CHECKS if check.name in wanted]
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How the doctor ended on this rank."""
+def run_doctor(context: Context, stream: TextIO | None = None) -> int:
+    """Runs the checks that the options ask for. Every rank calls it, from its main thread. Returns the exit code.
 
-    code: int  # exit code: 0 if all is well, 1 otherwise
-    stuck: bool  # a thread still waits for a lost rank: only the end of the process ends it
-
-
-def run_doctor(context: Context, stream: TextIO | None = None) -> Ending:
-    """Runs the checks that the options ask for. Every rank calls it, from its main thread.
-
-    Rank 0 reports to ``stream``, by default standard output, and writes the files.
+    Rank 0 reports to ``stream``, by default standard output, and writes the files. After a failure a thread may still wait for a
+    lost rank: only the end of the process ends it.
     """
     began, options = time.monotonic(), context.options
-    report = report_for(context.rank, stream)
+    report = Report(None if context.rank else stream or sys.stdout)
     surroundings = environment.environment_of(context.device) if context.rank == 0 else {}
     report.title(context.world, surroundings)
     runner = Runner(context, chosen_checks(options), report)  # catches signals from now on
@@ -140,11 +132,8 @@ def run_doctor(context: Context, stream: TextIO | None = None) -> Ending:
         if options.save_file is not None and saved is not None:
             passed &= _written(options.save_file, saved)
         passed &= report.is_read
-    runner.farewell()
-    if not runner.stuck:
-        context.leave()
-    runner.release_signals()
-    return Ending(0 if passed else 1, runner.stuck)
+    runner.close()
+    return 0 if passed else 1
 
 
 def _written(path: Path, content: Any) -> bool:

@@ -26,7 +26,7 @@ _OPTIONAL = {  # what each is for
     "triton": "symmetric products on a GPU",
     "quack-kernels": 'kernels="quack" on a GPU',
     "numpy": "Triton's interpreter, plots",
-    "rich": "tables and progress",
+    "rich": "colours, tables and progress",
     "transformers": "HF Trainer",
     "accelerate": "HF Accelerate",
     "lightning": "Lightning and Fabric",

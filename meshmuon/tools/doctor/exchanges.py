@@ -58,18 +58,17 @@ def partner(rank: int, turn: int, world: int) -> int | None:
 
 
 def turns(world: int) -> int:
-    """How many turns it takes until every pair has met."""
     return max(0, world + world % 2 - 1)
 
 
-def exchange_with(exchange: Exchange, sent: Mapping[int, Tensor], received: Mapping[int, int], like: Tensor) -> Tensor:
-    """One exchange: parts by rank that are sent, and how many elements each rank sends here. Returns what arrived."""
-    parts = [sent[rank] for rank in sorted(sent)]
-    outgoing = torch.cat(parts) if parts else like.new_empty(0)
-    incoming = like.new_full((sum(received.values()),), -1)
+def exchange_with(exchange: Exchange, sent: Mapping[int, Tensor], lengths: Mapping[int, int], like: Tensor) -> dict[int, Tensor]:
+    """One exchange of parts by rank; ``lengths`` are the elements of those that arrive, which are returned."""
+    outgoing = torch.cat([like[:0], *(sent[rank] for rank in sorted(sent))])
+    incoming = like.new_full((sum(lengths.values()),), -1)
     counts = {rank: part.numel() for rank, part in sent.items()}
-    exchange.start(incoming, exchange.splits(received), outgoing, exchange.splits(counts), phase="exchange").wait()
-    return incoming
+    exchange.start(incoming, exchange.splits(lengths), outgoing, exchange.splits(counts), phase="exchange").wait()
+    ranks = sorted(lengths)
+    return dict(zip(ranks, torch.split(incoming, [lengths[rank] for rank in ranks]), strict=True))
 
 
 def world_exchange(context: Context) -> Exchange:
@@ -79,15 +78,15 @@ def world_exchange(context: Context) -> Exchange:
 def check_pairs(context: Context) -> Finding:
     """Every pair of ranks exchanges a few numbers, one pair of a rank after the other."""
     rank, world, exchange, problems = context.rank, context.world, world_exchange(context), list[str]()
+    numbers = torch.arange(4, device=context.device, dtype=torch.float32)
     for turn in range(turns(world)):
         other = partner(rank, turn, world)
-        text = "no exchange of its own" if other is None else f"the first exchange between {ranks_text((rank, other))}"
-        with context.doing(text):
-            numbers = torch.arange(4, device=context.device, dtype=torch.float32)
-            sent = {} if other is None else {other: numbers + 10 * rank}
-            arrived = exchange_with(exchange, sent, {} if other is None else {other: 4}, numbers)
-            if other is not None and not torch.equal(arrived, numbers + 10 * other):
-                problems.append(f"from rank {other} came {arrived.tolist()} instead of {(numbers + 10 * other).tolist()}")
+        peers = [] if other is None else [other]
+        with context.doing(f"the first exchange between {ranks_text((rank, *peers))}" if peers else "a turn without an exchange"):
+            arrived = exchange_with(exchange, dict.fromkeys(peers, numbers + 10 * rank), dict.fromkeys(peers, 4), numbers)
+            for peer, part in arrived.items():
+                if not torch.equal(part, numbers + 10 * peer):
+                    problems.append(f"from rank {peer} came {part.tolist()} instead of {(numbers + 10 * peer).tolist()}")
     count = world * (world - 1) // 2
     return Finding(f"{count} {'pair has' if count == 1 else 'pairs have'} exchanged", problems)
 
@@ -112,9 +111,7 @@ def check_ragged(context: Context) -> Finding:
             expected = {peer: _part(peer, rank, turn, dtype, context.device) for peer in ranks if peer not in silent}
             lengths = {peer: part.numel() for peer, part in expected.items()}
             arrived = exchange_with(exchange, sent, lengths, torch.empty(0, dtype=dtype, device=context.device))
-            parts = torch.split(arrived, [lengths[peer] for peer in sorted(lengths)])
-            for peer, part in zip(sorted(lengths), parts, strict=True):
-                if not torch.equal(part, expected[peer]):
-                    wrong = int((part != expected[peer]).sum())
+            for peer, part in arrived.items():
+                if wrong := int((part != expected[peer]).sum()):
                     problems.append(f"exchange {turn + 1}: {wrong} of {lengths[peer]} elements from rank {peer} are wrong")
     return Finding(f"{_RAGGED_ROUNDS} exchanges in float32 and bfloat16, also with empty parts", problems)

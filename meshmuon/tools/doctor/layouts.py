@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ...optim import DistMuon
 from ...params.dtensors import as_dtensor
 from ...plan import counted
-from ...torch_compat import dtensor_like
-from .comparison import Comparison, Net, held, muon_on, named
+from ...torch_compat import dtensor_like, local_part
+from .comparison import Comparison, Net, muon_on, named
 from .context import Context, Finding
 from .numerics import seeded
 
@@ -46,36 +46,32 @@ def _sharded(context: Context, model: nn.Module, *mesh: int, **options: Any) -> 
 def _compared(context: Context, layout: str, model: nn.Module, whole: nn.Module, **options: Any) -> Finding:
     params, alone = named(model), named(whole.to(context.device))
     comparison = Comparison(context, params, alone, muon_on(params, **options), wire=options.get("comm_dtype"))
-    comparison.run(range(_STEPS))
-    return comparison.finding(layout)
+    return comparison.run(range(_STEPS)).finding(layout)
 
 
-def _fsdp(context: Context, layout: str, sizes: tuple[int, int, int], *mesh: int, **options: Any) -> Finding:
-    return _compared(context, layout, _sharded(context, Net(*sizes), *mesh), Net(*sizes), **options)
-
-
-def check_fsdp2(context: Context) -> Finding:
+def check_fsdp2(context: Context, what: str = "uneven shards", **options: Any) -> Finding:
     """With rows that do not divide."""
     world = context.world
-    return _fsdp(context, f"FSDP2 on {world}, uneven shards", (24, 3 * world + 1, 2 * world + 3), world)
+    sizes = (24, 3 * world + 1, 2 * world + 3)
+    return _compared(context, f"FSDP2 on {world}, {what}", _sharded(context, Net(*sizes), world), Net(*sizes), **options)
+
+
+def check_bf16_wire(context: Context) -> Finding:
+    return check_fsdp2(context, "bfloat16 on the wire", comm_dtype=torch.bfloat16)
 
 
 def check_empty_shards(context: Context) -> Finding:
     """FSDP2 with fewer rows than ranks."""
     world, rows = context.world, max(1, context.world // 2)
-    return _fsdp(context, f"FSDP2 with {counted(rows, 'row')} on {world}", (16, rows, 24), world)
+    layout, sizes = f"FSDP2 with {counted(rows, 'row')} on {world}", (16, rows, 24)
+    return _compared(context, layout, _sharded(context, Net(*sizes), world), Net(*sizes))
 
 
 def check_hsdp(context: Context) -> Finding:
     replicas, shards = context.two_axes()
     sizes = (24, 3 * shards + 1, 2 * shards + 3)
-    return _fsdp(context, f"HSDP on {replicas} × {shards} (replicas × shards)", sizes, replicas, shards)
-
-
-def check_bf16_wire(context: Context) -> Finding:
-    world = context.world
-    sizes = (24, 3 * world + 1, 2 * world + 3)
-    return _fsdp(context, f"FSDP2 on {world}, bfloat16 on the wire", sizes, world, comm_dtype=torch.bfloat16)
+    model = _sharded(context, Net(*sizes), replicas, shards)
+    return _compared(context, f"HSDP on {replicas} × {shards} (replicas × shards)", model, Net(*sizes))
 
 
 def check_tp_fsdp(context: Context) -> Finding:
@@ -97,17 +93,16 @@ def check_ep_fsdp(context: Context) -> Finding:
 
     ep, dp = context.two_axes()
     mesh, experts = context.mesh(dp, ep), 2 * ep + 1
-    values = {
-        "experts.w1": seeded((experts, 3 * dp + 1, 12), 1).to(context.device),
-        "experts.w2": seeded((experts, 12, 2 * dp + 1), 2).to(context.device),
-    }
+    whole = _seeded_params(context, {"experts.w1": (experts, 3 * dp + 1, 12), "experts.w2": (experts, 12, 2 * dp + 1)})
     params = {
-        name: nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(1), Shard(0)], src_data_rank=None))
-        for name, value in values.items()
+        name: nn.Parameter(distribute_tensor(param.detach().clone(), mesh, [Shard(1), Shard(0)], src_data_rank=None))
+        for name, param in whole.items()
     }
-    comparison = Comparison(context, params, {name: nn.Parameter(value) for name, value in values.items()})
-    comparison.run(range(_STEPS))
-    return comparison.finding(f"EP × FSDP on {ep} × {dp}, {experts} experts")
+    return Comparison(context, params, whole).run(range(_STEPS)).finding(f"EP × FSDP on {ep} × {dp}, {experts} experts")
+
+
+def _seeded_params(context: Context, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {name: nn.Parameter(seeded(shape, k).to(context.device)) for k, (name, shape) in enumerate(shapes.items())}
 
 
 def check_ddp(context: Context) -> Finding:
@@ -123,10 +118,7 @@ def check_ddp(context: Context) -> Finding:
 def check_dist_muon(context: Context) -> Finding:
     """Every rank has its own gradients, which ``DistMuon`` averages."""
     shapes = {"a": (13, 9), "b": (6, 14), "c": (5, 5), "d": (1, 7)}
-    own, alone = (
-        {name: nn.Parameter(seeded(shape, k).to(context.device)) for k, (name, shape) in enumerate(shapes.items())}
-        for _ in range(2)
-    )
+    own, alone = _seeded_params(context, shapes), _seeded_params(context, shapes)
     optimizer = DistMuon(list(own.items()), deterministic=True)
     reference = muon_on(alone, lr=0.02, adjust_lr_fn="original", weight_decay=0.0)
     comparison = Comparison(context, own, alone, optimizer, reference)
@@ -137,8 +129,7 @@ def check_dist_muon(context: Context) -> Finding:
             gradients = [seeded(shapes[name], seed).to(context.device) for seed in seeds]
             own[name].grad, param.grad = gradients[context.rank], sum(gradients[1:], gradients[0]) / context.world
 
-    comparison.run(range(_STEPS), give_gradients)
-    return comparison.finding(f"DistMuon on {context.world}")
+    return comparison.run(range(_STEPS), give_gradients).finding(f"DistMuon on {context.world}")
 
 
 class ExpertNet(Net):
@@ -153,9 +144,8 @@ class ExpertNet(Net):
 
 
 def check_host_memory(context: Context) -> Finding:
-    if context.device.type == "cpu":
-        return Finding("the weights are in host memory anyway", skipped=True)
-    return with_and_without_offload(context)
+    on_cpu = context.device.type == "cpu"
+    return Finding("the weights are in host memory anyway", skipped=True) if on_cpu else with_and_without_offload(context)
 
 
 def with_and_without_offload(context: Context) -> Finding:
@@ -193,7 +183,7 @@ def stepped_side_by_side(
         for name, param in params.items():
             assert param.grad is not None
             twin, sharded = resident[name], as_dtensor(resident[name])
-            on_device = held(param.grad).to(held(twin).device, copy=True)
+            on_device = local_part(param.grad).to(local_part(twin).device, copy=True)
             twin.grad = on_device if sharded is None else dtensor_like(sharded, on_device)
 
     comparison.run(range(_STEPS), give_gradients)
@@ -201,12 +191,9 @@ def stepped_side_by_side(
     for name, param in params.items():
         state = optimizer.state[param].items()
         tensors |= {f"{key} of {name}": value for key, value in state if isinstance(value, Tensor)}
-    misplaced = [
-        f"{name} is on {held(value).device}; it must stay in host memory"
-        for name, value in tensors.items()
-        if held(value).device.type != "cpu"
-    ]
-    return comparison.finding(layout, misplaced)
+    places = {name: local_part(value).device for name, value in tensors.items()}
+    wrong = [f"{name} is on {device}; it must stay in host memory" for name, device in places.items() if device.type != "cpu"]
+    return comparison.finding(layout, wrong)
 
 
 def check_checkpoint(context: Context) -> Finding:
@@ -248,8 +235,7 @@ def _saved_and_loaded(context: Context, checkpoint: Path) -> Finding:
         model_state, optimizer_state = get_state_dict(other, comparison.optimizer)
         load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=checkpoint)
         set_state_dict(other, comparison.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    comparison.run(range(2, 4))
-    return comparison.finding(f"saved on {context.world} (FSDP2), loaded on {axes[0]} × {axes[1]} (HSDP)")
+    return comparison.run(range(2, 4)).finding(f"saved on {context.world} (FSDP2), loaded on {axes[0]} × {axes[1]} (HSDP)")
 
 
 def check_stress(context: Context) -> Finding:
@@ -271,13 +257,8 @@ def check_stress(context: Context) -> Finding:
         for (name, param), twin in zip(model.named_parameters(), whole.parameters(), strict=True):
             if name == without:
                 param.grad = None
-            twin.grad = None if param.grad is None else _gathered(param.grad)
+            sharded = None if param.grad is None else as_dtensor(param.grad)
+            twin.grad = None if sharded is None else sharded.full_tensor()
 
     comparison.run(range(_QUICK_STRESS_STEPS if context.options.quick else _STRESS_STEPS), give_gradients)
     return comparison.finding(f"FSDP2's passes, ranks up to {1000 * _LONGEST_DELAY:g} ms late, {missing} steps lack a gradient")
-
-
-def _gathered(gradient: Tensor) -> Tensor:
-    """The whole gradient, on every rank."""
-    sharded = as_dtensor(gradient)
-    return gradient.detach().clone() if sharded is None else sharded.full_tensor()

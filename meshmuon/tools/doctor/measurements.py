@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ...execute.elementwise import apply, fill_with_momentum
 from ...optim import Muon
 from ...ortho import AUTO, Workspace, default_compute_dtype, expected_flops, orthogonalize
 from ...plan import LinkRate, Rate
-from ...transport import swap_with
+from ...transport import all_gather_objects, swap_with
 from ..predict.calibration import Calibration, ElementwiseRates
 from ..predict.launches import launches_of
 from ..predict.prediction import predict
@@ -29,8 +29,7 @@ from .environment import bfloat16_works
 from .exchanges import exchange_with, partner, turns, world_exchange
 from .numerics import seeded
 
-_LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere _LARGEST_ON_A_DEVICE
-_LARGEST_ON_A_DEVICE = 8192
+_LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere 8192
 _BATCH = 4  # matrices that are orthogonalised together, as steps do it where they have several of a shape
 _ELEMENTS = 2**20  # of the tensors of elementwise work
 _LONG_WORK = {"products": 0.025, "orthogonalisation": 0.4}  # seconds: nothing larger is measured
@@ -64,52 +63,51 @@ def _median_seconds(context: Context, work: Callable[[], object], repeats: int, 
     return statistics.median(_seconds(context, work, repeats, at_least))
 
 
-def _median_of(data: Sequence[Mapping[str, Any]], key: str) -> float:
-    return float(statistics.median(row[key] for row in data))
+def _by_rank(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures of all ranks, in their order."""
+    group = dist.group.WORLD
+    assert group is not None
+    return list(all_gather_objects(figures, group).values())
+
+
+def medians(by_rank: Sequence[Any]) -> Any:
+    """The median over the ranks: of a number, or of each number that all ranks have in a dict; None stays None."""
+    first = by_rank[0]
+    if not isinstance(first, Mapping):
+        return None if first is None else float(statistics.median(by_rank))
+    return {key: medians([figures[key] for figures in by_rank]) for key in first if all(key in figures for figures in by_rank)}
 
 
 # Products.
 
 
-def measure_products(context: Context) -> Finding:
-    """Rates of n × n products in each dtype, and of the default orthogonalisation."""
+def measure_rates(context: Context) -> Finding:
+    """Rates of n × n products in each dtype, of the default orthogonalisation, and of elementwise work."""
     on_cpu, compute = context.device.type == "cpu", default_compute_dtype(context.device, torch.float32)
     dtypes = [torch.float32, *([] if on_cpu else [torch.float16]), *([torch.bfloat16] if not on_cpu or bfloat16_works() else [])]
     figures = {
-        "products": [rate for dtype in dtypes for rate in _rates(context, "products", _product, dtype)],
-        "orthogonalisation": _rates(context, "orthogonalisation", _orthogonalisation, compute),
+        "products": {key: rate for dtype in dtypes for key, rate in _rates(context, "products", dtype).items()},
+        "orthogonalisation": _rates(context, "orthogonalisation", compute),
         "elementwise": _elementwise(context),
     }
-    return Finding("", figures=figures)
+    return summarise_rates(context, _by_rank(figures))
 
 
-def _product(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
-    """What is timed, and its FLOPs, as the next one."""
-    a = seeded((size, size), size).to(device, dtype)
-    return partial(torch.mm, a, a, out=torch.empty_like(a)), 2 * size**3
-
-
-def _orthogonalisation(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
-    x = seeded((_BATCH, size, size), size).to(device)
-    work = partial(orthogonalize, x, AUTO, out=torch.empty_like(x), workspace=Workspace())
-    return work, _BATCH * expected_flops(size, size, AUTO, "auto", dtype, device)
-
-
-def _rates(
-    context: Context,
-    title: str,
-    prepare: Callable[[torch.device, int, torch.dtype], tuple[Callable[[], object], float]],
-    dtype: torch.dtype,
-) -> list[dict[str, Any]]:
-    """For sizes that double, until one takes long."""
-    rates: list[dict[str, Any]] = []
-    largest = _LARGEST_SIZE.get(context.device.type, _LARGEST_ON_A_DEVICE) // (4 if context.options.quick else 1)
+def _rates(context: Context, title: str, dtype: torch.dtype) -> dict[tuple[str, int], float]:
+    """FLOPs per second by dtype and size, for sizes that double, until one takes long."""
+    rates: dict[tuple[str, int], float] = {}
+    device, largest = context.device, _LARGEST_SIZE.get(context.device.type, 8192) // (4 if context.options.quick else 1)
     size, seconds = 128, 0.0
     while size <= largest and seconds <= _LONG_WORK[title]:
         with context.doing(f"measuring {title} of {size}×{size} in {dtype}"):
-            work, flops = prepare(context.device, size, dtype)
+            if title == "products":
+                a, flops = seeded((size, size), size).to(device, dtype), 2.0 * size**3
+                work = partial(torch.mm, a, a, out=torch.empty_like(a))
+            else:
+                a, flops = seeded((_BATCH, size, size), size).to(device), expected_flops(size, size, AUTO, "auto", dtype, device)
+                work, flops = partial(orthogonalize, a, AUTO, out=torch.empty_like(a), workspace=Workspace()), _BATCH * flops
             seconds = _median_seconds(context, work, 1000, at_least=0.1)
-        rates.append(asdict(Rate(str(dtype).removeprefix("torch."), size, flops / seconds)))
+        rates[str(dtype).removeprefix("torch."), size] = flops / seconds
         size *= 2
     return rates
 
@@ -119,47 +117,41 @@ def _elementwise(context: Context) -> dict[str, float]:
     with context.doing("measuring elementwise work"):
         grad, buffer, update, weight = (seeded((_ELEMENTS,), k).to(context.device) for k in range(4))
         weight.grad = grad
-        adamw = torch.optim.AdamW([weight], lr=0.0, fused=True)
         work: dict[str, Callable[[], object]] = {
             "momentum": partial(fill_with_momentum, [update], [grad], [buffer], 0.95, 0.95),
             "update": partial(apply, [weight], [update], 1.0, 0.0),
             "copy": partial(update.copy_, grad),
-            "adamw": adamw.step,
+            "adamw": torch.optim.AdamW([weight], lr=0.0, fused=True).step,
         }
-        seconds = {kind: _median_seconds(context, run, 20, at_least=0.1) for kind, run in work.items()}
-    return {kind: max(1e-15, taken / _ELEMENTS) for kind, taken in seconds.items()}
+        return {kind: max(1e-15, _median_seconds(context, run, 20, at_least=0.1) / _ELEMENTS) for kind, run in work.items()}
 
 
-def summarise_products(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
+def summarise_rates(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> Finding:
     """Medians over the ranks, and the slowest rank."""
-    figures: dict[str, Any] = {
-        kind: _median_rates([of_rank[kind] for of_rank in data]) for kind in ("products", "orthogonalisation")
-    }
-    by_rank = [of_rank["elementwise"] for of_rank in data]
-    figures["elementwise"] = {kind: _median_of(by_rank, kind) for kind in by_rank[0]}
-    largest = [of_rank["orthogonalisation"][-1]["flops_per_second"] for of_rank in data]
-    slowest = largest.index(min(largest))
-    figures["slowest_rank"], figures["slowest_share"] = slowest, largest[slowest] / statistics.median(largest)
-    by_work: dict[str, list[str]] = {}
-    for kind, rates in (("products", figures["products"]), ("", figures["orthogonalisation"])):
-        for rate in rates:
-            work = f"{rate['dtype']} products" if kind else "orthogonalisation"
-            by_work.setdefault(work, []).append(f"{_giga(rate['flops_per_second'])} at {rate['size']}")
-    texts = [f"{work} {', '.join(rates)}" for work, rates in by_work.items()]
-    texts[-1] += " GFLOP/s"
-    if len(data) > 1:
-        texts.append(f"slowest rank {slowest}: {figures['slowest_share']:.2f} of the median")
-        if figures["slowest_share"] < _SLOW_RANK:
-            texts[-1] += ", look at its clock, its temperature and what else runs there"
-    texts += remark_on_bfloat16(context.device.type, figures["products"])
-    return Finding("; ".join(texts), figures=figures)
+    figures, texts = medians(by_rank), dict[str, list[str]]()
+    for kind in ("products", "orthogonalisation"):
+        for (dtype, size), rate in figures[kind].items():
+            texts.setdefault(f"{dtype} products" if kind == "products" else kind, []).append(f"{_giga(rate)} at {size}")
+    lines = [f"{work} {', '.join(rates)}" for work, rates in texts.items()]
+    lines[-1] += " GFLOP/s"
+    largest = [list(of_rank["orthogonalisation"].values())[-1] for of_rank in by_rank]
+    share = min(largest) / statistics.median(largest)
+    if len(by_rank) > 1:
+        lines.append(f"slowest rank {largest.index(min(largest))}: {share:.2f} of the median")
+        if share < _SLOW_RANK:
+            lines[-1] += ", look at its clock, its temperature and what else runs there"
+    lines += remark_on_bfloat16(context.device.type, figures["products"])
+    for kind in ("products", "orthogonalisation"):
+        figures[kind] = [asdict(Rate(dtype, size, rate)) for (dtype, size), rate in figures[kind].items()]
+    figures |= {"slowest_rank": largest.index(min(largest)), "slowest_share": share}
+    context.figures["rates"] = figures
+    return Finding("; ".join(lines), figures=figures)
 
 
-def remark_on_bfloat16(device_type: str, products: Sequence[Mapping[str, Any]]) -> list[str]:
+def remark_on_bfloat16(device_type: str, products: Mapping[tuple[str, int], float]) -> list[str]:
     """A sentence if products in bfloat16 are slower than such a device should be."""
-    rates = {(rate["dtype"], rate["size"]): rate["flops_per_second"] for rate in products}
-    sizes = {size for _, size in rates if {("float32", size), ("bfloat16", size)} <= set(rates)}
-    share = max((rates["bfloat16", size] / rates["float32", size] for size in sizes), default=math.inf)
+    sizes = [size for dtype, size in products if dtype == "bfloat16" and ("float32", size) in products]
+    share = max((products["bfloat16", size] / products["float32", size] for size in sizes), default=math.inf)
     if share >= _SLOW_BFLOAT16.get(device_type, 1.5):
         return []
     meaning = (
@@ -168,19 +160,6 @@ def remark_on_bfloat16(device_type: str, products: Sequence[Mapping[str, Any]]) 
         else "its matrix units are not in use, look at the driver, at torch's build and at what else runs there"
     )
     return [f"bfloat16 reaches {share:.2g} of float32's rate: {meaning}"]
-
-
-def _median_rates(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The median over ranks of each dtype and size that all ranks have measured."""
-    found: dict[tuple[str, int], list[float]] = {}
-    for rates in by_rank:
-        for rate in rates:
-            found.setdefault((rate["dtype"], rate["size"]), []).append(rate["flops_per_second"])
-    return [
-        asdict(Rate(dtype, size, statistics.median(values)))
-        for (dtype, size), values in found.items()
-        if len(values) == len(by_rank)
-    ]
 
 
 def _giga(value: float) -> str:
@@ -205,65 +184,51 @@ def measure_links(context: Context) -> Finding:
         sent, received = dict.fromkeys(peers, part), dict.fromkeys(peers, count)
         return _median_seconds(context, partial(exchange_with, exchange, sent, received, part), repeats)
 
-    pairs: list[dict[str, Any]] = []
-    for turn in range(turns(world) if world - 1 <= _MOST_TURNS else _MOST_TURNS):
+    pairs: dict[int, tuple[float, float]] = {}  # by peer: seconds of a few bytes, and of _PAIR_BYTES
+    for turn in range(min(turns(world), _MOST_TURNS)):
         peer = partner(context.rank, turn, world)
         if peer is not None:
             with context.doing(f"measuring the link to rank {peer}"):
-                latency = swap_seconds(peer, 1, _REPEATS)
-                pairs.append({"peer": peer, "latency": latency, "seconds": swap_seconds(peer, _PAIR_BYTES // 4, 3)})
+                pairs[peer] = swap_seconds(peer, 1, _REPEATS), swap_seconds(peer, _PAIR_BYTES // 4, 3)
     with context.doing("measuring exchanges of all ranks"):
         count = _EXCHANGE_BYTES // 4 // (world - 1)
         latency = exchange_seconds(1, 2 * _REPEATS)
         began, cpu = time.perf_counter(), time.process_time()
         seconds = exchange_seconds(count, 5)
         cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
-    data = {"pairs": pairs, "latency": latency, "seconds": seconds, "bytes": 4 * count * (world - 1), "cpu_share": cpu_share}
-    return Finding("", figures=data)
+    link = LinkRate(4 * count * (world - 1) / seconds, latency)
+    return summarise_links(context, _by_rank({"pairs": pairs, "exchange": asdict(link), "exchange_cpu_share": cpu_share}))
 
 
-def summarise_links(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
+def summarise_links(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> Finding:
     """Medians over pairs inside and between nodes, the slowest pair, and exchanges of all ranks."""
-    pairs: dict[tuple[int, int], dict[str, float]] = {}
-    for rank, of_rank in enumerate(data):
-        for pair in of_rank["pairs"]:  # both ranks of a pair have measured it; the slower one counts
-            ends = min(rank, pair["peer"]), max(rank, pair["peer"])
-            known = pairs.setdefault(ends, {"latency": 0.0, "seconds": 0.0})
-            pairs[ends] = {key: max(value, pair[key]) for key, value in known.items()}
-    texts, figures = list[str](), dict[str, Any]()
-    for kind, name in (("inside", "inside a node"), ("between", "between nodes")):
-        chosen = {
-            ends: pair for ends, pair in pairs.items() if (context.nodes[ends[0]] == context.nodes[ends[1]]) is (kind == "inside")
-        }
-        figures[kind], text = _link_of(chosen)
-        texts += [f"{name} {text}"] if text else []
-    slowest = max(pairs, key=lambda ends: pairs[ends]["seconds"])
-    figures["slowest_pair"] = {"ranks": list(slowest), "bytes_per_second": _PAIR_BYTES / pairs[slowest]["seconds"]}
-    figures["pairs_measured"] = len(pairs)
-    exchange = LinkRate(
-        statistics.median(of_rank["bytes"] / of_rank["seconds"] for of_rank in data),
-        _median_of(data, "latency"),
-    )
-    figures["exchange"] = asdict(exchange)
-    figures["exchange_cpu_share"] = _median_of(data, "cpu_share")
-    texts.append(f"all ranks at once {_link_text(exchange)} per rank")
+    pairs: dict[tuple[int, int], tuple[float, float]] = {}
+    for rank, of_rank in enumerate(by_rank):
+        for peer, (latency, seconds) in of_rank["pairs"].items():  # both ranks of a pair have measured it; the slower one counts
+            ends = min(rank, peer), max(rank, peer)
+            known = pairs.get(ends, (0.0, 0.0))
+            pairs[ends] = max(latency, known[0]), max(seconds, known[1])
+
+    def slowest_of(chosen: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], float]:
+        ends = max(chosen, key=lambda ends: pairs[ends][1])
+        return ends, _PAIR_BYTES / pairs[ends][1]
+
+    texts, (slowest, rate) = list[str](), slowest_of(pairs)
+    figures = {key: medians([of_rank[key] for of_rank in by_rank]) for key in ("exchange", "exchange_cpu_share")}
+    figures |= {"slowest_pair": {"ranks": list(slowest), "bytes_per_second": rate}, "pairs_measured": len(pairs)}
+    for kind, place in (("inside", "inside a node"), ("between", "between nodes")):
+        chosen = [ends for ends in pairs if (context.nodes[ends[0]] == context.nodes[ends[1]]) is (kind == "inside")]
+        figures[kind] = None
+        if chosen:
+            latency, seconds = (statistics.median(times) for times in zip(*(pairs[ends] for ends in chosen), strict=True))
+            link, (slowest, rate) = LinkRate(_PAIR_BYTES / seconds, latency), slowest_of(chosen)
+            figures[kind], ratio = asdict(link), link.bytes_per_second / rate
+            text = f"{place} {_link_text(link)} per pair, slowest pair {slowest[0]}-{slowest[1]} {_giga(rate)} GB/s"
+            remark = f", {ratio:.0f} times as slow as the median: look at the cable, the card and the interface of these ranks"
+            texts.append(text + (remark if ratio > _SLOW_PAIR else ""))
+    texts.append(f"all ranks at once {_link_text(LinkRate(**figures['exchange']))} per rank")
+    context.figures["links"] = figures
     return Finding("; ".join(texts), figures=figures)
-
-
-def _link_of(pairs: Mapping[tuple[int, int], Mapping[str, float]]) -> tuple[dict[str, float] | None, str]:
-    """The median link of these pairs as figures and as text."""
-    if not pairs:
-        return None, ""
-    measured = list(pairs.values())
-    seconds = _median_of(measured, "seconds")
-    link = LinkRate(_PAIR_BYTES / seconds, _median_of(measured, "latency"))
-    slowest = max(pairs, key=lambda ends: pairs[ends]["seconds"])
-    ratio = pairs[slowest]["seconds"] / seconds
-    slow_rate = _giga(_PAIR_BYTES / pairs[slowest]["seconds"])
-    text = f"{_link_text(link)} per pair, slowest pair {slowest[0]}-{slowest[1]} {slow_rate} GB/s"
-    if ratio > _SLOW_PAIR:
-        text += f", {ratio:.0f} times as slow as the median: look at the cable, the card and the interface of these ranks"
-    return asdict(link), text
 
 
 def _link_text(link: LinkRate) -> str:
@@ -298,8 +263,13 @@ def measure_host(context: Context) -> Finding:
     if not on_cpu:
         per_launch = seconds_per_launch(context)
         issued = per_launch * max(launches.total for launches in launches_of(measured[few][1].plan()).values())
-    figures = {"per_matrix": per_matrix, "per_step": max(1e-6, times[few] - issued), "per_launch": per_launch}
-    return Finding("", figures={**figures, "copies": None if on_cpu else asdict(copy_link(context))})
+    figures = {
+        "seconds_per_matrix": per_matrix,
+        "seconds_per_step": max(1e-6, times[few] - issued),
+        "seconds_per_launch": per_launch,
+        "copies": None if on_cpu else asdict(copy_link(context)),
+    }
+    return summarise_host(context, _by_rank(figures))
 
 
 def seconds_per_launch(context: Context) -> float:
@@ -330,46 +300,38 @@ def copy_link(context: Context) -> LinkRate:
     return LinkRate(_COPY_BYTES / seconds[_COPY_BYTES], seconds[1])
 
 
-def summarise_host(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
-    figures: dict[str, Any] = {f"seconds_{key}": _median_of(data, key) for key in ("per_matrix", "per_step")}
+def summarise_host(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> Finding:
+    figures = context.figures["host"] = medians(by_rank)
     text = f"{1e6 * figures['seconds_per_matrix']:.0f} µs per matrix and {1e3 * figures['seconds_per_step']:.2f} ms per step"
-    launched = [of_rank for of_rank in data if of_rank["per_launch"] is not None]
-    figures["seconds_per_launch"] = _median_of(launched, "per_launch") if launched else None
-    if launched:
+    if figures["seconds_per_launch"] is not None:
         text += f", {1e6 * figures['seconds_per_launch']:.1f} µs per launch"
-    links = [of_rank["copies"] for of_rank in data if of_rank["copies"] is not None]
-    figures["copies"] = {key: _median_of(links, key) for key in links[0]} if links else None
-    if links:
+    if figures["copies"] is not None:
         text += f"; {_link_text(LinkRate(**figures['copies']))} between host and device"
     return Finding(text, figures=figures)
 
 
 def measure_step(context: Context) -> Finding:
-    """A step on matrices that are sharded over all ranks: larger ones, as long as a step takes little time."""
+    """A step on sharded matrices beside its prediction; on larger ones, as long as a step takes little time.
+
+    The time is that of the slowest rank.
+    """
     count, size = (8, 128) if context.device.type == "cpu" else (16, 512)
     largest = size if context.options.quick else _LARGEST_STEP * size
     while True:
         with context.doing(f"measuring steps on {count} matrices of {size}×{size}"):
             times, optimizer = _step_times(context, count, size, repeats=5)
-            seconds = statistics.median(times)
-            slowest = torch.tensor(seconds, device=context.device)
+            slowest = torch.tensor(statistics.median(times), dtype=torch.float32, device=context.device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must go on, or none
-        if size == largest or float(slowest) > _LONG_STEP:
+            seconds = float(slowest)
+        if size == largest or seconds > _LONG_STEP:
             break
         size *= 2
-    context.plan = optimizer.plan()
-    return Finding("", figures={"seconds": seconds, "count": count, "size": size})
-
-
-def summarise_step(context: Context, data: Sequence[Mapping[str, Any]]) -> Finding:
-    """The measured time, that of the slowest rank, beside the plan's prediction from the other measurements."""
-    seconds = max(of_rank["seconds"] for of_rank in data)
-    figures = {"seconds": seconds, "matrices": data[0]["count"], "size": data[0]["size"], "predicted_seconds": None}
-    text = f"{data[0]['count']} matrices of {data[0]['size']}×{data[0]['size']} take {1e3 * seconds:.1f} ms"
+    figures: dict[str, Any] = {"seconds": seconds, "matrices": count, "size": size, "predicted_seconds": None}
+    text = f"{count} matrices of {size}×{size} take {1e3 * seconds:.1f} ms"
     calibration = calibration_of(context)
-    if calibration is None or context.plan is None:
+    if calibration is None:
         return Finding(f"{text}; without the other measurements there is no prediction", figures=figures)
-    predicted = predict(context.plan, calibration)
+    predicted = predict(optimizer.plan(), calibration)
     figures |= {"predicted_seconds": predicted.seconds, "prediction": predicted.parts}
     parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted.parts.items())
     text += f"; predicted {1e3 * predicted.seconds:.1f} ms ({parts}): {seconds / predicted.seconds:.2f} of it"
@@ -390,18 +352,17 @@ def remark_on_prediction(ratio: float) -> str:
 
 
 def calibration_of(context: Context) -> Calibration | None:
-    """The measurements so far as a calibration; None on other ranks than 0, or if some were left out."""
-    figures = context.figures
-    links = figures.get("links", {"inside": None, "between": None, "exchange": None} if context.world == 1 else None)
-    if "rates" not in figures or "host" not in figures or links is None:
+    """The measurements so far as a calibration; None if some were left out."""
+    figures, on_cpu = context.figures, context.device.type == "cpu"
+    if not {"rates", "host", *(["links"] if context.world > 1 else [])} <= set(figures):
         return None
-
-    host, rates, on_cpu = figures["host"], figures["rates"], context.device.type == "cpu"
+    rates, host, links = figures["rates"], figures["host"], figures.get("links", {})
 
     def link(row: Mapping[str, float] | None) -> LinkRate | None:
         return None if row is None else LinkRate(**row)
 
-    waiting = 0.0 if links["exchange"] is None else 2 * links["exchange"]["seconds"]  # of the exchanges of tiny matrices
+    exchange = link(links.get("exchange"))
+    waiting = 0.0 if exchange is None else 2 * exchange.seconds  # of the exchanges of tiny matrices
     return Calibration(
         device=context.device.type,
         device_name=hardware_of(context.device).name(context.device),
@@ -410,13 +371,13 @@ def calibration_of(context: Context) -> Calibration | None:
         compute_dtype=str(default_compute_dtype(context.device, torch.float32)).removeprefix("torch."),
         products=tuple(Rate(**rate) for rate in rates["products"]),
         orthogonalisation=tuple(Rate(**rate) for rate in rates["orthogonalisation"]),
-        inside=link(links["inside"]),
-        between=link(links["between"]),
-        exchange=link(links["exchange"]),
+        inside=link(links.get("inside")),
+        between=link(links.get("between")),
+        exchange=exchange,
         host_seconds_per_matrix=host["seconds_per_matrix"],
         host_seconds_per_step=max(1e-6, host["seconds_per_step"] - waiting),
         elementwise=ElementwiseRates(**rates["elementwise"]),
-        exchange_cpu_share=max(1e-3, links["exchange_cpu_share"]) if context.world > 1 and on_cpu else None,
+        exchange_cpu_share=max(1e-3, links["exchange_cpu_share"]) if links and on_cpu else None,
         copies=link(host["copies"]),
         host_seconds_per_launch=host["seconds_per_launch"],
     )

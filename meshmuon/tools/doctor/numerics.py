@@ -55,41 +55,37 @@ def seeded(shape: tuple[int, ...], seed: int) -> Tensor:
 def check_products(context: Context) -> Finding:
     """Compares each kind of product with torch in float64, within the rounding of its dtype."""
     products, problems = products_for(context.device), list[str]()
-    for dtype in dtypes_in_use(context.device):
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes_in_use(context.device)]
+    for dtype, dtype_name in zip(dtypes_in_use(context.device), names, strict=True):
         with context.doing(f"products in {dtype}"):
             for seed, shape in enumerate(_SHAPES):
-                problems += _wrong_products(products, seeded(shape, seed).to(context.device, dtype))
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes_in_use(context.device))
+                for name, excess in _excesses(products, seeded(shape, seed).to(context.device, dtype)):
+                    if not excess <= 1.0:  # also for NaN
+                        what = f"the {name} product of {'×'.join(map(str, shape))} in {dtype_name}"
+                        problems.append(f"{what} differs from torch by {excess:.3g} times what rounding allows")
     kernel = "the Triton kernel and torch's products" if isinstance(products, TritonProducts) else "torch's products"
-    return Finding(f"{kernel} in {names} are within rounding of float64", problems)
+    return Finding(f"{kernel} in {', '.join(names)} are within rounding of float64", problems)
 
 
-def _wrong_products(products: Products, x: Tensor) -> list[str]:
-    """The products of ``x`` that differ from torch's in float64 by more than rounding."""
+def _excesses(products: Products, x: Tensor) -> Iterator[tuple[str, float]]:
+    """By how much the products of ``x`` differ from torch's in float64, of what rounding allows."""
     unit = unit_roundoff(x.dtype, x.device)
     gram = torch.bmm(x, x.mT) / x.size(-1)
     gram = (gram + gram.mT) / 2
     square, long = torch.empty_like(gram), torch.empty_like(x)
-    cases: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # the result, its exact value, and the sum of the sizes of its terms
-    exact, size = exact_product(x, x.mT)
-    cases["symmetric"] = products.symmetric(x, x, square).clone(), exact, size
-    exact, size = exact_product(gram, gram, gram, alpha=2.0, beta=-3.0)
-    cases["quadratic"] = products.symmetric(gram, gram, square, gram, alpha=2.0, beta=-3.0).clone(), exact, size
-    exact, size = exact_product(gram, x, x, beta=0.5)
-    cases["general"] = products.general(gram, x, long, x, beta=0.5).clone(), exact, size
-    wrong = []
-    for name, (result, exact, size) in cases.items():
+
+    def excess(result: Tensor, exact: Tensor, size: Tensor) -> float:
+        """``size`` is the sum of the sizes of the terms."""
         allowed = (x.size(-1) + 4) * min(unit, _SINGLE) * size + 2 * unit * (exact.abs() + size * min(unit, _SINGLE))
-        excess = ((result.double() - exact).abs() / allowed.clamp_min(torch.finfo(torch.float64).tiny)).max()
-        if not excess <= 1.0:  # also for NaN
-            wrong.append(_wrong(name, x, f"differs from torch by {excess:.3g} times what rounding allows"))
-    if x.dtype in (torch.float32, torch.float64):
-        wrong += _wrong_inverses(products, gram, x)
-    return wrong
+        return float(((result.double() - exact).abs() / allowed.clamp_min(torch.finfo(torch.float64).tiny)).max())
 
-
-def _wrong_inverses(products: Products, gram: Tensor, x: Tensor) -> list[str]:
-    """A rational step; A⁻¹ moves by about A⁻¹·δ·A⁻¹ if A moves by δ, and δ is at most n roundings of A."""
+    yield "symmetric", excess(products.symmetric(x, x, square), *exact_product(x, x.mT))
+    result = products.symmetric(gram, gram, square, gram, alpha=2.0, beta=-3.0)
+    yield "quadratic", excess(result, *exact_product(gram, gram, gram, alpha=2.0, beta=-3.0))
+    yield "general", excess(products.general(gram, x, long, x, beta=0.5), *exact_product(gram, x, x, beta=0.5))
+    if x.dtype not in (torch.float32, torch.float64):
+        return
+    # A rational step. A⁻¹ moves by about A⁻¹·δ·A⁻¹ if A moves by δ, and δ is at most n roundings of A.
     scratch = Scratch(Workspace(), gram, gram.dtype, torch.empty_like(gram))
     result = products.inverses(gram, Rational(1.0, (_POLE,), (_WEIGHT,)), torch.empty_like(gram), scratch.inverses)
     identity = torch.eye(gram.size(-1), dtype=torch.float64, device=gram.device)
@@ -97,13 +93,7 @@ def _wrong_inverses(products: Products, gram: Tensor, x: Tensor) -> list[str]:
     inverse = torch.linalg.inv(shifted)
     error = torch.linalg.matrix_norm(result.double() - (identity + _WEIGHT * inverse), 2)
     norms = torch.linalg.matrix_norm(inverse, 2) ** 2 * torch.linalg.matrix_norm(shifted, 2)
-    allowed = 4 * gram.size(-1) * unit_roundoff(gram.dtype, gram.device) * (_WEIGHT * norms + 1)
-    excess = (error / allowed).max()
-    return [] if excess <= 1.0 else [_wrong("inverse", x, f"differs from torch by {excess:.3g} times what rounding allows")]
-
-
-def _wrong(name: str, x: Tensor, text: str) -> str:
-    return f"the {name} product of {'×'.join(map(str, x.shape))} in {str(x.dtype).removeprefix('torch.')} {text}"
+    yield "inverse", float((error / (4 * gram.size(-1) * unit * (_WEIGHT * norms + 1))).max())
 
 
 def check_orthogonalisation(context: Context) -> Finding:

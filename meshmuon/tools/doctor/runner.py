@@ -30,11 +30,11 @@ import torch.distributed as dist
 from ...device import hardware_of
 from ...torch_compat import settle_fake_tensors
 from .context import Check, Context, Finding, Outcome, Status, by_text
-from .report import Reporter
+from .report import Report
 
-_LOOK_EVERY = 0.25  # seconds between two looks at the store while the check runs, of up to _FEW ranks
-_FEW = 256
-_RANKS_PER_POLL = 64  # with more ranks each asks less often, so that one store can serve thousands
+_LOOK_EVERY = 0.25  # seconds between two looks at the store while the check runs
+_PAUSE = 0.005  # seconds between two looks of a rank that has nothing else to do
+_FEW = 64  # with more ranks each looks less often, so that one store can serve thousands
 _AFTER_THE_LIMIT = 3.0  # seconds by which process groups time out before the check is ended: their errors say more
 _AFTER_AN_ERROR = 5.0  # seconds until the ranks that an error has left waiting are given up
 _FAREWELL = 2.0  # seconds for ranks to tell where they were
@@ -48,11 +48,11 @@ _PACKAGE, _OWN_ROOM = "/meshmuon/", "meshmuon/tools/doctor/"
 class Runner:
     """Runs ``checks`` on this rank; ``outcomes`` has those that are over, on rank 0 only."""
 
-    def __init__(self, context: Context, checks: Sequence[Check], reporter: Reporter) -> None:
-        self._context, self._checks, self._reporter = context, checks, reporter
+    def __init__(self, context: Context, checks: Sequence[Check], report: Report) -> None:
+        self._context, self._checks, self._report = context, checks, report
         self._rank, self._world = context.rank, context.world
         self._store = dist.PrefixStore("meshmuon doctor", context.store)  # type: ignore[attr-defined]
-        self._pause = 0.005 * max(1.0, context.world / _RANKS_PER_POLL)
+        self._patience = max(1.0, context.world / _FEW)
         self._check = checks[0]
         self._worker = threading.Thread()
         self._finding: Finding | None = None
@@ -64,7 +64,6 @@ class Runner:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         self.outcomes: list[Outcome] = []
-        self.stuck = False  # whether a thread could not be ended: the process must end with it
 
     def run(self) -> bool:
         """Runs all checks; every rank must call, from its main thread. Returns whether all is well, the same on every rank."""
@@ -82,11 +81,13 @@ class Runner:
         for check in self._checks[len(self.outcomes) :] if self._rank == 0 else ():
             self._end(check, "not run", "the connection between ranks is in doubt after the failure above")
         self._worker.join(_LETTING_GO)
-        self.stuck = self._worker.is_alive()
         return passed
 
-    def farewell(self) -> None:
-        """Rank 0, after its report: lets the others go; they wait for it here. The store may end with rank 0."""
+    def close(self) -> None:
+        """After rank 0's report: rank 0 lets the others go, which wait for it here, since the store may end with it.
+
+        Signals end the process again only at the very end: a launcher terminates rank 0 when another rank ends with an exit code.
+        """
         with suppress(RuntimeError):  # the store is gone, together with rank 0: no rank waits any longer
             if self._rank == 0:
                 self._store.set("reported", "yes")
@@ -95,12 +96,8 @@ class Runner:
                 if not self._await(lambda: self._store.check(["reported"]), _REPORTING):
                     print(f"meshmuon doctor, rank {self._rank}: rank 0 has not reported.", file=sys.stderr)
                 self._store.add("left", 1)
-
-    def release_signals(self) -> None:
-        """From now on signals end the process again.
-
-        Only at the very end: a launcher terminates rank 0 when another rank ends with an exit code.
-        """
+        if dist.is_initialized() and not self._worker.is_alive():  # a thread that waits for a lost rank ends with the process
+            dist.destroy_process_group()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -113,7 +110,7 @@ class Runner:
         self._began = time.monotonic()
         late = 0.0 if self._rank == 0 else _LATE_VERDICT
         self._deadline = self._began + self._context.options.limit + _AFTER_THE_LIMIT + late
-        self._reporter.begin(check)
+        self._report.begin(check)
         self._worker = threading.Thread(target=self._work, args=(torch.get_num_threads(),), daemon=True)
         self._worker.start()
         while True:
@@ -127,9 +124,9 @@ class Runner:
             if verdict is not None:
                 return verdict
             if running:
-                self._worker.join(_LOOK_EVERY * max(1.0, self._world / _FEW))
+                self._worker.join(_LOOK_EVERY * self._patience)
             else:
-                time.sleep(self._pause)
+                time.sleep(_PAUSE * self._patience)
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)  # a new thread starts with the default
@@ -171,18 +168,12 @@ class Runner:
     def _conclude(self, findings: Mapping[int, Finding]) -> str:
         """The verdict on a check that all ranks have come to the end of."""
         check, result = self._check, findings[0]
-        status: Status = "skipped" if result.skipped else "passed"
         raised = any(finding.raised for finding in findings.values())
         problems = {rank: finding.problems for rank, finding in findings.items() if finding.problems}
-        if not problems and check.summarise is not None and not result.skipped:
-            try:
-                result = check.summarise(self._context, [findings[rank].figures for rank in range(self._world)])
-                self._context.figures[check.name] = result.figures
-            except Exception as error:  # the figures of the ranks do not fit together
-                problems = {0: (f"{self._context.phase}: {_text_of(error)}",)}
         if problems:
             self._end(check, "failed", by_text(problems), check.advice_for(stuck=raised))
             return self._tell(_STOP if raised and self._world > 1 else "failed")
+        status: Status = "skipped" if result.skipped else "passed"
         self._end(check, status, result.detail, figures=result.figures)
         return self._tell(status)
 
@@ -207,7 +198,7 @@ class Runner:
     def _end(self, check: Check, status: Status, detail: str, advice: str = "", figures: Mapping[str, Any] | None = None) -> None:
         seconds = 0.0 if status == "not run" else time.monotonic() - self._began
         self.outcomes.append(Outcome(check, status, seconds, detail, advice, figures or {}))
-        self._reporter.end(self.outcomes[-1])
+        self._report.end(self.outcomes[-1])
 
     # What is in the store.
 
@@ -243,7 +234,7 @@ class Runner:
         while not happened():
             if time.monotonic() > end:
                 return False
-            time.sleep(self._pause)
+            time.sleep(_PAUSE * self._patience)
         return True
 
     def _where(self) -> str:

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...agree.local_planner import LocalPlanner, PlanSettings, Topology, slices_by_mesh
+from ...agree.local_planner import LocalPlanner, PlanSettings, Topology
 from ...device import memory_budget_for
 from ...errors import ConfigError
 from ...layout import Layout, Mesh, Placement, ShardedMatrix, coordinates, length
@@ -124,7 +124,7 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, device_type
         options.waves_ahead + 1,
         max_peers=options.max_peers,
     )
-    topology = Topology.around(rank, slices_by_mesh(records), None)
+    topology = Topology.around(rank, records, None)
     if ranks_per_node is not None:
         topology = replace(topology, nodes=Nodes.of({rank: rank // ranks_per_node for rank in topology.ranks}))
     settings = PlanSettings(plan_options, options.form, "reference_path=False", options.cost_model, options.budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -24,6 +25,10 @@ def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
         assert main(["plan", "--list"]) == 128 + signal.SIGPIPE
         monkeypatch.undo()
     assert capfd.readouterr().err == ""
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it if it was closed from the beginning
+    with pytest.raises(SystemExit):
+        main(["plan", "--list"])
+    assert "standard output is closed" in capfd.readouterr().err
 
 
 def test_every_file_may_be_standard_output(
@@ -58,11 +63,11 @@ def test_every_file_may_be_standard_output(
         ("--model", "gpt2", "--mesh", "dp_shard=8", "--json", "-"),
     ],
 )
-@pytest.mark.parametrize("buffering", [-1, 1])  # whole, or line by line
+@pytest.mark.parametrize("buffering", [-1, 0])  # as a whole, or at once, as with PYTHONUNBUFFERED
 def test_a_full_disk(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], buffering: int
 ) -> None:
-    with open("/dev/full", "w", encoding="utf-8", buffering=buffering) as stream:
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=buffering), write_through=not buffering) as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert main(["plan", *arguments]) == 1
         monkeypatch.undo()

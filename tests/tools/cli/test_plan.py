@@ -126,19 +126,12 @@ def test_the_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path
         ({"n_embd": "768"}, "cannot build a gpt2 model from it: StrictDataclassFieldValidationError: Validation error for field"),
         ({"n_embd": [1]}, "Correct the value, or the key."),
         ({"n_embd": -8}, "cannot build a gpt2 model from it: "),
-        ({"n_head": 5}, "cannot build a gpt2 model from it: "),
-        ({"n_embd": 10**30}, "cannot build a gpt2 model from it: "),
         ({"n_embd": 2**25, "n_head": 1, "vocab_size": 2**20}, "no parameter has more than"),
-        ({"n_layer": 0}, "has no matrix for Muon"),
-        ({"n_layer": -3}, "has no matrix for Muon"),
         ({"n_layer": 10**30}, "n_layer is 1000000000000000000000000000000. A model has at most 10,000"),
         ({"text": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000. A model has at most 10,000"),
         ({"activation_function": "wish"}, "cannot build a gpt2 model from it: KeyError: "),
-        ({"architectures": ["LlamaConfig"]}, "cannot build a gpt2 model from it: "),
         ({"architectures": [[]], "n_layer": 0}, "has no matrix for Muon"),
         ({"model_type": []}, "model_type is '[]', which the installed transformers does not know"),
-        ({"model_type": None}, "model_type is 'None'"),
-        ({"model_type": "hal9000"}, "model_type is 'hal9000'"),
     ],
 )
 def test_a_config_of_transformers_with_a_wrong_value(
@@ -205,23 +198,6 @@ MEASURED = Calibration(
 )
 
 
-def test_a_calibration_replaces_rates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "doctor.json"
-
-    def seconds(factor: float) -> float:
-        changes = {
-            "orthogonalisation": [{"dtype": "float32", "size": 64, "flops_per_second": 1e9 * factor}],
-            "elementwise": dict.fromkeys(("momentum", "update", "copy", "adamw"), 1e-15),
-        }
-        path.write_text(json.dumps({**MEASURED.to_json(), **changes}))
-        arguments = ("--model", "gpt2", "--mesh", "dp_shard=2", "--calibration", str(path), "--json", "-")
-        facts = json.loads(plan(capsys, *arguments))
-        assert facts["machine"]["device"] == "cpu"
-        return float(facts["step"]["orthogonalise"])
-
-    assert seconds(1.0) == pytest.approx(2 * seconds(2.0))
-
-
 def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = build()
     optimizer = Muon(get_default_muon_param_groups(model))
@@ -230,7 +206,8 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     job, measured = tmp_path / "job.json", tmp_path / "doctor.json"
     job.write_text(optimizer.plan().to_json())
     measured.write_text(json.dumps(MEASURED.to_json()))
-    facts = json.loads(plan(capsys, "--from-json", str(job), "--json", "-"))
+    facts = json.loads(plan(capsys, "--from-json", str(job), "--calibration", str(measured), "--json", "-"))
+    assert (facts["machine"]["device"], facts["step"]["host"]) == ("cpu", MEASURED.host_seconds_per_step)
     assert facts["stages"][0]["digest"] == optimizer.plan().digest
     assert facts["model"]["matrices"] == 2
     assert facts["ranks"]["parameters"] == [(32 * 48 + 48 * 48) * 4]
@@ -242,49 +219,58 @@ def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "it is no plan" in refusal(capsys, "--from-json", str(job))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--mesh", "dp_shard=2"), "one of --model, --hf-config, --module and --from-json says which model to plan; none is"),
-        (("--model", "gpt2", "--module", "a:b", "--mesh", "dp_shard=2"), "several are given"),
-        (("--model", "gpt2"), '--mesh "dp_shard=64" or --layout FILE says how'),
-        (("--model", "gpt3", "--mesh", "dp_shard=2"), "--model gpt3 is unknown. Did you mean gpt2?"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", "h300"), "--hardware h300 is unknown"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "0"), "--nodes 0 must be at least 1"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--nodes", "1"), "--nodes gives 8: write dp_shard=8"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--scheme", "kellar"), "Did you mean keller?"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", "x"), "'x' is no number of bytes, such as 512K or 64M"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--mfu", "2"), "2 is not above 0 and at most 1"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--json", "/nowhere/x"), "/nowhere/x cannot be written"),
-        (("--model", "gpt2", "--mesh", "dp_shard=1000000000"), "multiply to 1000000000 ranks. A plan has at most 1048576"),
-        (("--model", "gpt2", "--mesh", f"dp_shard={'9' * 5000}"), "must be a whole number of at least 1 and at most 1048576"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--waves-ahead", "-1"), "waves_ahead=-1 must be at least 0"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0"), "'0' is no number of at least 1, such as"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--memory-budget", f"{'9' * 400}G"), "is no number of bytes"),
-        (("--model", "gpt2", "--mesh", "dp_shard=2", "--tokens-per-step", "0.5"), "'0.5' is no number of at least 1"),
-        (("--module", "torch.nn:Module", "--mesh", "dp_shard=2"), "the model has no trainable parameters"),
-        (("--module", "tests.tools.cli.test_plan:build_table", "--mesh", "dp_shard=2"), "build_table has no matrix for Muon"),
-        (("--module", "tests", "--mesh", "dp_shard=2"), "must name a module and a function in it"),
-        (("--module", "tests.tools.cli.nothing:x", "--mesh", "dp_shard=2"), "tests.tools.cli.nothing cannot be imported"),
-        (("--module", "tests.tools.cli.test_plan:x", "--mesh", "dp_shard=2"), "has no function x"),
-        (("--module", "tests.tools.cli.test_plan:plan", "--mesh", "dp_shard=2"), "plan() failed on the meta device"),
-        (("--module", "builtins:dict", "--mesh", "dp_shard=2"), "dict() returned dict, not a torch.nn.Module"),
-        (("--module", "sys:exit", "--mesh", "dp_shard=2"), "exit() failed on the meta device: SystemExit. It must"),
-        (("--module", "..:x", "--mesh", "dp_shard=2"), "--module ..:x: .. cannot be imported"),
-        (("--module", "tests.tools.cli.test_plan:Odd", "--mesh", "dp_shard=2"), "the parameters of the model cannot be read"),
-        (("--hf-config", "/nowhere/config.json", "--mesh", "dp_shard=2"), "/nowhere/config.json cannot be read"),
-        (("--calibration", "/nowhere", "--model", "gpt2", "--mesh", "dp_shard=2"), "--calibration /nowhere: it cannot be read"),
-    ],
-)
-def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
-    assert message in refusal(capsys, *arguments)
+MODULE = "tests.tools.cli.test_plan"
+REFUSALS: list[tuple[str, str]] = [
+    ("--mesh dp_shard=2", "one of --model, --hf-config, --module and --from-json says which model to plan; none is"),
+    ("--model gpt2 --module a:b --mesh dp_shard=2", "several are given"),
+    ("--model gpt2", '--mesh "dp_shard=64" or --layout FILE says how'),
+    ("--model gpt3 --mesh dp_shard=2", "--model gpt3 is unknown. Did you mean gpt2?"),
+    ("--hf-config /nowhere/config.json --mesh dp_shard=2", "/nowhere/config.json cannot be read"),
+    ("--calibration /nowhere --model gpt2 --mesh dp_shard=2", "--calibration /nowhere: it cannot be read"),
+    ("--model gpt2 --mesh dp_shard=1000000000", "multiply to 1000000000 ranks. A plan has at most 1048576"),
+    (f"--model gpt2 --mesh dp_shard={'9' * 5000}", "must be a whole number of at least 1 and at most 1048576"),
+    *(
+        (f"--model gpt2 --mesh dp_shard=2 {arguments}", message)
+        for arguments, message in {
+            "--hardware h300": "--hardware h300 is unknown",
+            "--nodes 0": "argument --nodes: '0' is no number of at least 1",
+            "--nodes 1": "--nodes gives 8: write dp_shard=8",
+            "--scheme kellar": "argument --scheme: invalid choice: 'kellar'",
+            "--memory-budget x": "'x' is no number of at least 1, such as 512, 512K or 64M",
+            f"--memory-budget {'9' * 400}G": "is no number of at least 1",
+            "--mfu 2": "'2' is not above 0 and at most 1",
+            "--json /nowhere/x": "/nowhere/x cannot be written",
+            "--waves-ahead -1": "waves_ahead=-1 must be at least 0",
+            "--tokens-per-step 0.5": "'0.5' is no number of at least 1, such as",
+        }.items()
+    ),
+    *(
+        (f"--module {module} --mesh dp_shard=2", message)
+        for module, message in {
+            "torch.nn:Module": "the model has no trainable parameters",
+            f"{MODULE}:build_table": "build_table has no matrix for Muon",
+            "tests": "must name a module and a function in it",
+            "tests.tools.cli.nothing:x": "tests.tools.cli.nothing cannot be imported",
+            f"{MODULE}:x": "has no function x",
+            f"{MODULE}:plan": "plan() failed on the meta device",
+            "builtins:dict": "dict() returned dict, not a torch.nn.Module",
+            "sys:exit": "exit() failed on the meta device: SystemExit. It must",
+            "..:x": "--module ..:x: .. cannot be imported",
+            f"{MODULE}:Odd": "the parameters of the model cannot be read",
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSALS)
+def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    assert message in refusal(capsys, *arguments.split())
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("def (", "SyntaxError"),
-        ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
         ("raise SystemExit", "SystemExit. Mend it"),
         ("raise GeneratorExit('gone')", "GeneratorExit: gone"),
         ("import sys; sys.path.remove(''); raise ValueError('x')", "ValueError: x"),
@@ -299,29 +285,47 @@ def test_a_module_that_cannot_be_imported(
     assert f"broken_model cannot be imported: {message}" in found
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("device", None),
-        ("device", "abacus"),
-        ("ranks_per_node", 0),
-        ("format", "x"),
-        ("memory_bytes", "x"),
-        ("memory_bytes_per_second", 0),
-        ("connection_bytes", 10**30),
-        ("peak_flops", {"bfloat16": 0}),
-        ("peak_flops", {}),
-        ("efficiency", []),
-        ("inside", {"bytes_per_second": 0, "seconds": 1e-5}),
-        ("between", {"bytes_per_second": 1e9, "seconds": None}),
-    ],
-)
-def test_a_machine_of_impossible_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str, value: Any) -> None:
-    path = tmp_path / "machine.json"
-    content = json.loads((Path(simulate.__file__).parent / "machine_files" / "h100.json").read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**content, field: value}))
-    found = refusal(capsys, "--model", "gpt2", "--mesh", "dp_shard=2", "--hardware", str(path))
-    assert f"its {field}" in found.replace("its efficiency and peak_flops", f"its {field}")
+def machine(**changes: Any) -> dict[str, Any]:
+    h100 = Path(simulate.__file__).parent / "machine_files" / "h100.json"
+    return {**json.loads(h100.read_text(encoding="utf-8")), **changes}
+
+
+def model_of(**row: Any) -> dict[str, Any]:
+    whole = {"name": "w.*", "shape": [8, 4], "muon": True, "layers": [0]}
+    return {"format": "meshmuon model", "version": 1, "name": "m", "params": [whole | row]}
+
+
+def layout(mesh: dict[str, Any], placement: str = "S(0)") -> dict[str, Any]:
+    return {"meshes": {"main": mesh}, "params": {"*": {"mesh": "main", "placements": [placement]}}}
+
+
+FILES: list[tuple[str, dict[str, Any], str]] = [
+    ("--hardware", machine(device="abacus"), "its device"),
+    ("--hardware", machine(ranks_per_node=0), "its ranks_per_node"),
+    ("--hardware", machine(format="x"), "its format"),
+    ("--hardware", machine(memory_bytes="x"), "its memory_bytes"),
+    ("--hardware", machine(connection_bytes=10**30), "its connection_bytes"),
+    ("--hardware", machine(peak_flops={}), "its efficiency and peak_flops"),
+    ("--hardware", machine(inside={"bytes_per_second": 0, "seconds": 1e-5}), "its inside"),
+    *(("--model", model_of(shape=[10**30, cols]), "w.0: no parameter has more than") for cols in (4, 0)),
+    ("--model", model_of(layers={"first": 0, "last": 10**30}), "w.*: layers are numbered from 0"),
+    ("--model", model_of(layers=[10**30]), "w.*: layers are numbered from 0"),
+    *(("--layout", layout({"shape": shape}), f"a mesh cannot have the shape {shape}") for shape in ([0], [], [-1], [10**30])),
+    ("--layout", layout({"shape": [2], "ranks": [0, 10**30]}), "the ranks of the mesh [2] are not all from 0"),
+    ("--layout", layout({"shape": [2]}, f"S({10**30})"), "shards a dim that"),
+    *(("--layout", layout({"shape": [2]}, f"S(0, stride {n})"), "has no possible stride") for n in (0, 10**30)),
+]
+
+
+@pytest.mark.parametrize(("option", "content", "message"), FILES)
+def test_a_file_of_impossible_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, content: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(content))
+    model = () if option == "--model" else ("--model", "gpt2")
+    mesh = () if option == "--layout" else ("--mesh", "dp_shard=2")
+    assert message in refusal(capsys, *model, *mesh, option, str(path))
 
 
 def test_stages_without_matrices_have_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,41 +356,6 @@ def test_a_terminal_gets_the_same_figures(monkeypatch: pytest.MonkeyPatch, capsy
         assert row[1] in plain.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        ({"shape": [10**30, 4]}, "w.0: no parameter has more than"),
-        ({"shape": [10**30, 0]}, "w.0: no parameter has more than"),
-        ({"layers": {"first": 0, "last": 10**30}}, "w.*: layers are numbered from 0"),
-        ({"layers": [10**30]}, "w.*: layers are numbered from 0"),
-    ],
-)
-def test_a_model_of_impossible_sizes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, row: dict[str, Any], sentence: str
-) -> None:
-    path, whole = tmp_path / "model.json", {"name": "w.*", "shape": [8, 4], "muon": True, "layers": [0]}
-    path.write_text(json.dumps({"format": "meshmuon model", "version": 1, "name": "m", "params": [whole | row]}))
-    assert sentence in refusal(capsys, "--model", str(path), "--mesh", "dp_shard=2")
-
-
-@pytest.mark.parametrize(
-    ("mesh", "placement", "sentence"),
-    [
-        *(({"shape": shape}, "S(0)", f"a mesh cannot have the shape {shape}") for shape in ([0], [], [-1], [2**40], [10**30])),
-        ({"shape": [2], "ranks": [0, 10**30]}, "S(0)", "the ranks of the mesh [2] are not all from 0"),
-        ({"shape": [2]}, f"S({10**30})", "shards a dim that"),
-        ({"shape": [2]}, f"S(0, stride {10**30})", "has no possible stride"),
-        ({"shape": [2]}, "S(0, stride 0)", "has no possible stride"),
-    ],
-)
-def test_a_layout_of_impossible_numbers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, mesh: dict[str, Any], placement: str, sentence: str
-) -> None:
-    path = tmp_path / "layout.json"
-    path.write_text(json.dumps({"meshes": {"main": mesh}, "params": {"*": {"mesh": "main", "placements": [placement]}}}))
-    assert sentence in refusal(capsys, "--model", "gpt2", "--layout", str(path))
-
-
 def test_saved_rates_are_those_of_the_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A job that reads them plans as ``meshmuon plan`` does with them."""
     path = tmp_path / "rates.json"
@@ -403,14 +372,3 @@ def test_saved_rates_are_those_of_the_machine(capsys: pytest.CaptureFixture[str]
     assert Calibration.load(again) == rates
     alone = machine.as_calibration(8)
     assert (alone.between, alone.exchange) == (None, machine.inside)
-
-
-def test_saved_rates_give_the_time_of_the_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of the same plan: many peers in every exchange, and one wave whatever bytes are said to cost."""
-    path = tmp_path / "rates.json"
-    arguments = ("--model", "gpt2", "--mesh", "dp_shard=256", "--json", "-")
-    own = json.loads(plan(capsys, *arguments, "--save-rates", str(path)))
-    saved = json.loads(plan(capsys, *arguments, "--calibration", str(path)))
-    assert own["exchanges"] == saved["exchanges"]
-    assert own["exchanges"][0]["most_peers"] * load_machine("h100").seconds_per_peer > 0.1 * own["exchanges"][0]["seconds"]
-    assert own["step"] == saved["step"]

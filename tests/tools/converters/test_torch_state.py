@@ -23,9 +23,11 @@ from tests.support.reference import (
     assert_moved_within_rounding,
     assert_same_bits,
     copies,
+    gradients,
     make_params,
     newton_schulz,
     run,
+    set_gradients,
 )
 from tests.support.rounding import bf16_error
 from tests.support.threads import run_threads
@@ -40,11 +42,9 @@ class Pair:
     """torch's two optimizers as one."""
 
     def __init__(self, params: Sequence[nn.Parameter], *, named: bool = True, adamw: Any = None, **muon: Any) -> None:
-        first, second = list(zip(NAMES, params, strict=True))[:M], list(zip(NAMES, params, strict=True))[M:]
-        if not named:
-            first, second = [p for _, p in first], [p for _, p in second]  # type: ignore[misc]
-        self.muon = torch.optim.Muon(first, **{"lr": 0.02, **muon})
-        self.adamw = torch.optim.AdamW(second, **{"lr": 3e-3, "betas": (0.8, 0.9), "fused": True, **(adamw or {})})
+        members: list[Any] = list(zip(NAMES, params, strict=True)) if named else list(params)
+        self.muon = torch.optim.Muon(members[:M], **{"lr": 0.02, **muon})
+        self.adamw = torch.optim.AdamW(members[M:], **{"lr": 3e-3, "betas": (0.8, 0.9), "fused": True, **(adamw or {})})
 
     def step(self) -> None:
         self.muon.step()
@@ -114,7 +114,7 @@ def test_as_torch_ships_it_the_runs_stay_within_bfloat16() -> None:
         assert_moved_alike([a], [b], [s], 2 * math.sqrt(2 * 5) * update)
 
 
-def test_the_momentum_and_the_options() -> None:
+def test_the_momentum_in_another_dtype() -> None:
     theirs = make_params(*SHAPES, dtype=torch.bfloat16)
     pair = Pair(theirs, momentum=0.75)
     run(pair, theirs, range(2))  # type: ignore[arg-type]
@@ -126,10 +126,6 @@ def test_the_momentum_and_the_options() -> None:
     assert_same_bits([converted["state"][1]["momentum_buffer"]], [buffer.float() * 4])
     assert not optimizer.state, "converting changes nothing"
     optimizer.load_state_dict(converted)
-    muon, adamw = optimizer.param_groups
-    assert (muon["lr"], muon["momentum"], muon["ns_steps"], muon["adjust_lr_fn"]) == (0.02, 0.75, 5, "original")
-    assert muon["scheme"] == ((3.4445, -4.775, 2.0315),) * 5
-    assert (adamw["lr"], adamw["adamw_betas"], adamw["weight_decay"]) == (3e-3, (0.8, 0.9), 0.01)
     muon_state["state"][1]["momentum_buffer"].zero_()
     assert optimizer.state[optimizer.param_groups[0]["params"][1]]["momentum_buffer"].any(), "shares memory with torch's"
 
@@ -151,112 +147,83 @@ def test_parameters_without_a_gradient_and_frozen_ones() -> None:
 @pytest.mark.usefixtures("precise_torch")
 def test_sharded_parameters() -> None:
     """States of torch's optimizers on DTensors convert where they are."""
-    start = make_params(*SHAPES)
-
-    def cut(params: Sequence[Tensor], mesh: Any) -> list[nn.Parameter]:
-        return [nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)], src_data_rank=None)) for p in params]
+    start, step = make_params(*SHAPES), [gradients(make_params(*SHAPES), k) for k in range(2)]
 
     def main(rank: int) -> None:
         torch.set_num_threads(1)
         mesh = init_device_mesh("cpu", (2,))
-        whole, theirs = copies(start), cut(start, mesh)
-        one, two = Pair(whole), Pair(theirs)
-        for k, (a, b) in enumerate(zip(whole, theirs, strict=True)):
-            a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(k))
-            b.grad = distribute_tensor(a.grad, mesh, [Shard(0)], src_data_rank=None)
-        one.adamw.step()
-        two.adamw.step()
-        for a, b in zip(whole[:M], theirs[:M], strict=True):  # as after a first step without momentum
-            one.muon.state[a]["momentum_buffer"] = a.grad.clone()
-            two.muon.state[b]["momentum_buffer"] = b.grad.clone()
-        mine, twins = copies(whole), cut(whole, mesh)
-        for optimizer, pair in ((ours(mine), one), (ours(twins), two)):
-            params = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def cut(tensors: Sequence[Tensor]) -> list[Any]:
+            return [distribute_tensor(value.detach().clone(), mesh, [Shard(0)], src_data_rank=None) for value in tensors]
+
+        def stepped(params: list[nn.Parameter], first: Sequence[Tensor], second: Sequence[Tensor]) -> list[nn.Parameter]:
+            set_gradients(params, first)
+            pair = Pair(params)
+            pair.adamw.step()
+            for param, grad in zip(params[:M], first, strict=False):  # as after a first step without momentum
+                pair.muon.state[param]["momentum_buffer"] = grad.clone()
+            optimizer = ours(params)
             optimizer.load_state_dict(convert_torch_state(optimizer, *pair.states()))
-            for k, param in enumerate(params):
-                grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 + k))
-                param.grad = distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None) if params[0] is twins[0] else grad
+            set_gradients(params, second)
             optimizer.step()
-        for a, b in zip(mine[:M], twins[:M], strict=True):
-            assert torch.equal(b.detach().full_tensor(), a.detach())
+            return params
+
+        whole = stepped(copies(start), *step)
+        twins = stepped([nn.Parameter(shard) for shard in cut(start)], *map(cut, step))
+        for a, b in zip(whole[:M], twins[:M], strict=True):
+            assert torch.equal(b.detach().full_tensor(), a.detach())  # type: ignore[operator]
 
     run_threads(2, main)
 
 
-REFUSALS: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("no names", lambda m, a: (m, a), {"named": False}, "was built from bare parameters: pass muon_names="),
-    ("amsgrad", lambda m, a: (m, a), {"adamw": {"amsgrad": True}}, r"norm\.bias: its state is from AdamW with amsgrad=True"),
-    ("only muon", lambda m, a: (m, None), {}, r"norm\.bias is in neither state"),
-    ("only adamw", lambda m, a: (None, a), {}, r"a\.weight is in neither state"),
+def stepped_differently(muon: dict[str, Any], adamw: dict[str, Any]) -> Any:
+    (group,) = muon["param_groups"]
+    apart = [{**group, "params": [k], "param_names": [NAMES[k]], "lr": 0.1 * (k + 1)} for k in group["params"]]
+    return {**muon, "param_groups": apart}, adamw
+
+
+AMSGRAD, COUPLED = {"amsgrad": True}, {"decoupled_weight_decay": False, "weight_decay": 0.1}
+REFUSALS: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
+    (None, {"named": False}, {}, r"not all groups of the saved state have names.*pass muon_names="),
+    (None, {"adamw": AMSGRAD}, {}, r"norm\.bias: its state is from AdamW with amsgrad=True"),
+    (lambda m, a: (m, {**a, "param_groups": [a["param_groups"][0] | COUPLED]}), {}, {}, r"norm\.bias: its state is from Adam"),
+    (lambda m, a: (m, None), {}, {}, r"norm\.bias is in neither state"),
+    (lambda m, a: (None, a), {}, {}, r"a\.weight is in neither state"),
     (
-        "swapped",
         lambda m, a: (a, m),
         {},
-        r"norm\.bias needs the state of torch\.optim\.AdamW, but its state is from torch\.optim\.Muon",
+        {},
+        r"not what the other optimizer saves \(KeyError: 'ns_steps'\): it is not whole, or the state of",
     ),
-    ("both", lambda m, a: (m, m), {}, r"a\.weight is in the states of both"),
+    (lambda m, a: (3, a), {}, {}, r"the saved state is a int, which is not a state_dict of torch\.optim\.Muon"),
+    (stepped_differently, {}, {}, r"a\.weight was stepped with lr=0\.1, b\.weight with 0\.2, but here they are in one group"),
+    (None, {}, {"muon_names": NAMES[:3]}, r"muon_names=.* must be the list of the names of the saved optimizer's 4 parameters"),
+    (None, {}, {"muon_names": [*NAMES[:3], "typo"]}, r"d\.weight is in neither state"),
+    (None, {}, {"adamw_names": ["norm.bias", "a.weight"]}, r"a\.weight is in the states of both"),
 ]
 
 
-@pytest.mark.parametrize(("change", "options", "message"), [row[1:] for row in REFUSALS], ids=[row[0] for row in REFUSALS])
-def test_what_cannot_be_converted(change: Any, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("change", "options", "names", "message"), REFUSALS)
+def test_what_cannot_be_converted(change: Any, options: dict[str, Any], names: dict[str, Any], message: str) -> None:
     theirs = make_params(*SHAPES)
     pair = Pair(theirs, **options)
     run(pair, theirs, [0])  # type: ignore[arg-type]
+    states = pair.states() if change is None else change(*pair.states())
     with pytest.raises(StateError, match=message):
-        convert_torch_state(ours(copies(theirs)), *change(*pair.states()))
+        convert_torch_state(ours(copies(theirs)), *states, **names)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {},
-        {"state": {}, "param_groups": [{}]},
-        {"state": [], "param_groups": []},
-        {"state": {0: {"momentum_buffer": "x"}}, "param_groups": [{"params": [0], "param_names": ["layers.0.weight"]}]},
-        {"state": {}, "param_groups": [{"params": [0], "param_names": ["layers.0.weight"], "momentum": 0.5}]},
-        3,
-    ],
-    ids=repr,
-)
-def test_what_is_no_state_of_torch(wrong: Any) -> None:
-    optimizer = Muon([{"params": make_params((4, 6)), "names": ["layers.0.weight"], "use_muon": True}])
-    with pytest.raises(StateError, match=r"not what its state_dict\(\) returns|is not one that it saves"):
-        convert_torch_state(optimizer, wrong, None)
-
-
-def test_names_that_do_not_fit() -> None:
-    theirs = make_params(*SHAPES)
-    pair = Pair(theirs, named=False)
-    run(pair, theirs, [0])  # type: ignore[arg-type]
-    optimizer, states = ours(copies(theirs)), pair.states()
-    with pytest.raises(StateError, match="muon_names has 3 different names for 4 parameters"):
-        convert_torch_state(optimizer, *states, muon_names=NAMES[:3], adamw_names=NAMES[M:])
-    with pytest.raises(StateError, match=r"d\.weight is in neither state"):
-        convert_torch_state(optimizer, *states, muon_names=[*NAMES[:3], "typo"], adamw_names=NAMES[M:])
-    fewer = Muon([{"params": copies(theirs[:3]), "names": NAMES[:3], "use_muon": True}])
-    with pytest.raises(StateError, match=r"extra has state but is not one of the optimizer's parameters"):
-        convert_torch_state(fewer, states[0], None, muon_names=[*NAMES[:3], "extra"])
-
-
-def test_groups_that_were_stepped_differently() -> None:
-    theirs = make_params(*SHAPES)
-    groups = [{"params": [(NAMES[k], theirs[k])], "lr": 0.1 * (k + 1)} for k in range(2)]
-    muon = torch.optim.Muon(groups)
-    mine = copies(theirs[:2])
-    together = Muon([{"params": mine, "names": NAMES[:2], "use_muon": True}])
-    with pytest.raises(
-        StateError, match=r"a\.weight was stepped with lr=0\.1, b\.weight with 0\.2, but here they are in one group"
-    ):
-        convert_torch_state(together, muon.state_dict(), None)
-    apart = Muon([{"params": [mine[k]], "names": [NAMES[k]], "use_muon": True} for k in range(2)])
+def test_groups_are_the_optimizers_own() -> None:
+    """Each takes the options that its parameters were stepped with; state of a parameter that it does not have is refused."""
+    theirs = make_params(*SHAPES[:2])
+    muon = torch.optim.Muon([{"params": [(NAMES[k], theirs[k])], "lr": 0.1 * (k + 1)} for k in range(2)])
+    apart = Muon([{"params": [param], "names": [name], "use_muon": True} for name, param in zip(NAMES, theirs, strict=False)])
     apart.load_state_dict(convert_torch_state(apart, muon.state_dict(), None))
     assert [group["lr"] for group in apart.param_groups] == [0.1, 0.2]
-
-
-def test_adam_with_its_own_weight_decay_is_refused() -> None:
-    theirs = make_params(*SHAPES)
-    pair = Pair(theirs)
-    pair.adamw = torch.optim.Adam(list(zip(NAMES, theirs, strict=True))[M:], weight_decay=0.1)  # type: ignore[assignment]
-    with pytest.raises(StateError, match=r"norm\.bias: its state is from Adam"):
-        convert_torch_state(ours(copies(theirs)), *pair.states())
+    with pytest.raises(StateError, match=r"extra has state but is not one of the optimizer's parameters"):
+        convert_torch_state(
+            Muon([{"params": theirs[:1], "names": NAMES[:1], "use_muon": True}]),
+            muon.state_dict(),
+            None,
+            muon_names=[NAMES[0], "extra"],
+        )

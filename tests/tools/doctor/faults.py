@@ -153,7 +153,6 @@ class Ended:
     """How a doctor ended on a rank, and what it wrote; the report is rank 0's."""
 
     code: int
-    stuck: bool
     text: str
     errors: str
     report: dict[str, Any]
@@ -182,6 +181,6 @@ def doctor_rank(rank: int, folder: Path, faults: dict[int, str], options: Doctor
         runner, _LOOK_EVERY=0.05, _AFTER_AN_ERROR=1.5, _FAREWELL=farewell, _LATE_VERDICT=100.0, _LETTING_GO=5.0
     )
     with hasty, patch.object(measurements, "_REPEATS", 2), FAULTS[faults.get(rank, "")](folder), redirect_stderr(errors):
-        ending = run_doctor(context, stream)
+        code = run_doctor(context, stream)
     report = json.loads(written.read_text()) if rank == 0 else {}
-    return Ended(ending.code, ending.stuck, stream.getvalue(), errors.getvalue(), report)
+    return Ended(code, stream.getvalue(), errors.getvalue(), report)

@@ -77,13 +77,11 @@ def test_rank_0_is_dead(tmp_path: Path) -> None:
 
 
 def test_a_stalled_rank(tmp_path: Path) -> None:
-    """The others time out; the report names the phase and the function that the stalled rank is in, and the process can end."""
+    """The others time out; the report names the phase and the function that the stalled rank is in, and all processes end."""
     faults = {0: "misses_a_rank_in_a_step", 1: "stalls_in_a_step"}
     options = DoctorOptions(only=("distmuon", "stress"), limit=LIMIT)
     first, stalled = ended(run(2, tmp_path, faults, options))
     assert (first.code, stalled.code) == (1, 1)
-    assert stalled.stuck
-    assert not first.stuck
     assert first.status("distmuon") == "failed"
     assert "rank 1: still in step 1 of 3, in " in first.detail("distmuon")
     assert "ranks lost each other in the" in first.detail("distmuon")

@@ -1,4 +1,4 @@
-"""The check of weights in host memory: skipped on a CPU, real with FSDP2, and on stand-ins for a GPU and NCCL."""
+"""The check of weights in host memory: with FSDP2 itself, and on stand-ins for a GPU and NCCL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshmuon.execute.buffers import Stage
 from meshmuon.state.param_state import MOMENTUM
 from meshmuon.tools.doctor import Context, DoctorOptions
 from meshmuon.tools.doctor.context import Finding
-from meshmuon.tools.doctor.layouts import check_host_memory, stepped_side_by_side, with_and_without_offload
+from meshmuon.tools.doctor.layouts import stepped_side_by_side, with_and_without_offload
 from meshmuon.tools.doctor.numerics import seeded
 from meshmuon.torch_compat import dtensor_like, local_part
 from tests.support.happens_before.recorder import Recorder
@@ -32,12 +32,6 @@ SHAPES = {"first.weight": (5, 8), "second.weight": (6, 5), "experts": (4, 3, 6),
 
 def context_on(device: torch.device, rank: int = 0, world: int = 1) -> Context:
     return Context(DoctorOptions(), rank, world, dist.HashStore(), device, "a")
-
-
-def test_on_a_cpu_there_is_nothing_to_check() -> None:
-    finding = check_host_memory(context_on(CPU))
-    assert finding.skipped
-    assert finding.detail == "the weights are in host memory anyway"
 
 
 @pytest.fixture
