@@ -99,7 +99,6 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def as_dtensor(tensor: Tensor) -> DTensor | None:
-    """``tensor`` if it is a DTensor."""
     if type(tensor) in _PLAIN:
         return None
     tensors = sys.modules.get("torch.distributed.tensor")  # not imported: that takes a second, and without it no DTensor exists

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..matrices import MatrixSet
 from ..ortho import FORMS, Orthogonalizer, Scheme, pitch, scratch_bytes
 from ..ortho.kernels.products import Products, check_kernels, products_for
+from ..ortho.kernels.tilings import tuner_for
 from ..plan import BatchItem
 from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange
@@ -158,6 +159,7 @@ class ExecutorSettings:
     compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
     cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
     kernels: str = "auto"  # who computes symmetric products on a GPU
+    torch_kinds: frozenset[str] = frozenset()  # with ``"auto"``: those that torch computes, as all ranks have agreed
 
     def __post_init__(self) -> None:
         if self.chunk_size != -1 and self.chunk_size < 1:
@@ -172,18 +174,35 @@ class ExecutorSettings:
         if self.compile and self.kernels in ("triton", "quack"):
             raise ConfigError(f"compile and kernels={self.kernels!r} exclude each other: torch.compile makes kernels of its own.")
 
+    def __setstate__(self, state: Sequence[object]) -> None:
+        """Settings that were pickled before an option existed get its default."""
+        missing = (option.default for option in fields(self)[len(state) :])
+        for option, value in zip(fields(self), (*state, *missing), strict=True):
+            object.__setattr__(self, option.name, value)
+
     @property
     def bits(self) -> str:
         """What the bits of an update depend on beside plan and param groups, as text that ranks compare."""
-        return f"kernels={getattr(self, 'kernels', 'auto')!r}"  # settings pickled before there was the option lack it
+        by_torch = f", by torch: {'; '.join(sorted(self.torch_kinds))}" if self.torch_kinds else ""
+        return f"kernels={self.kernels!r}{by_torch}"
 
     def products(self, device: torch.device) -> Products:
         """Who multiplies on ``device``.
 
         ``"auto"`` is Triton on every rank, also where it is missing: ranks must not mix kernels, and fall back together.
         """
-        kernels = getattr(self, "kernels", "auto")
-        return products_for(device, deterministic=self.deterministic, kernels="triton" if kernels == "auto" else kernels)
+        kernels = "triton" if self.kernels == "auto" else self.kernels
+        torch_kinds = self.torch_kinds if self._torch_contends else None
+        return products_for(device, deterministic=self.deterministic, kernels=kernels, torch_kinds=torch_kinds)
+
+    @property
+    def _torch_contends(self) -> bool:
+        return self.kernels == "auto" and not self.deterministic and not self.compile
+
+    def torch_is_faster(self) -> dict[str, bool]:
+        """The kinds of product that this rank has measured, and whether torch's own is faster; none if it does not contend."""
+        verdicts = tuner_for("cuda").torch_is_faster if self._torch_contends else {}
+        return {str(kind): faster for kind, faster in verdicts.items()}
 
     def batch_bytes(self, device: torch.device) -> int:
         """Bytes of scratch that one batch may use on ``device``: by default twice what a GPU's owners gather per wave."""
@@ -192,7 +211,7 @@ class ExecutorSettings:
 
     def fuses(self, device: torch.device) -> bool:
         """Whether elementwise work on ``device`` is done by kernels over lists of tensors."""
-        return device.type == "cuda" and not self.compile and getattr(self, "kernels", "auto") != "torch"
+        return device.type == "cuda" and not self.compile and self.kernels != "torch"
 
     def without_kernels(self) -> ExecutorSettings:
         """The same with torch's own products."""

@@ -115,7 +115,6 @@ class Layout:
         return holders
 
     def axes(self, dim: int) -> tuple[int, ...]:
-        """Mesh axes that shard ``dim``."""
         placements = enumerate(self.placements)
         return tuple(axis for axis, placement in placements if isinstance(placement, Sharded) and placement.dim == dim)
 
