@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -123,8 +123,8 @@ def _library_versions() -> str:
     return ", ".join(f"{library}={number}" for library, number in found.items())
 
 
-class Mark(Protocol):
-    """A point in a stream of work."""
+Mark: TypeAlias = Any
+"""A point in a stream of work: an event of a GPU, or nothing that a CPU would have to keep."""
 
 
 class Streams:
@@ -155,16 +155,14 @@ class CudaStreams(Streams):
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def main_mark(self) -> Mark:
-        event: Mark = torch.cuda.current_stream(self._device).record_event()
-        return event
+        return torch.cuda.current_stream(self._device).record_event()
 
     def side_mark(self) -> Mark:
-        event: Mark = self._side.record_event()
-        return event
+        return self._side.record_event()
 
     @contextmanager
     def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
-        self._side.wait_event(after)  # type: ignore[arg-type]
+        self._side.wait_event(after)
         for tensor in uses:
             if tensor.device.type == "cuda":  # the host is done with its own memory when it frees it
                 tensor.record_stream(self._side)
@@ -172,7 +170,7 @@ class CudaStreams(Streams):
             yield
 
     def main_waits(self, mark: Mark) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)  # type: ignore[arg-type]
+        torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 def streams_for(device: torch.device) -> Streams:
@@ -233,16 +231,13 @@ class CudaTransfers(Transfers):
         self._side.synchronize()
 
     def stored(self) -> Mark:
-        event: Mark = self._side.record_event()
-        return event
+        return self._side.record_event()
 
     def done(self, mark: Mark) -> bool:
-        event: Any = mark
-        return bool(event.query())
+        return bool(mark.query())
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """How tensors of ``device`` are copied to host memory and back."""
     return CudaTransfers(device) if device.type == "cuda" else Transfers()
 
 
@@ -255,9 +250,7 @@ class Stopwatch:
 
     def seconds(self, begin: Mark, end: Mark) -> float | None:
         """Seconds between two points; None as long as the device has not reached ``end``. It does not wait."""
-        assert isinstance(begin, float)
-        assert isinstance(end, float)
-        return end - begin
+        return float(end - begin)
 
 
 class CudaStopwatch(Stopwatch):
@@ -272,9 +265,7 @@ class CudaStopwatch(Stopwatch):
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float | None:
-        first: Any = begin
-        last: Any = end
-        return float(first.elapsed_time(last)) / 1000 if first.query() and last.query() else None
+        return float(begin.elapsed_time(end)) / 1000 if begin.query() and end.query() else None
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
@@ -339,66 +330,38 @@ def cpu_info() -> dict[str, str]:
 
 
 class Hardware:
-    """The devices of one type that this process sees; it serves reports and measurements, not steps.
+    """The devices of one type that this process sees, through torch's module for it, such as ``torch.cuda`` or ``torch.cpu``.
 
-    The CPU is one device, which is done with everything when a call returns.
+    It serves reports and measurements, not steps. Modules differ in what they offer.
     """
-
-    def count(self) -> int:
-        """How many there are."""
-        return 1
-
-    def use(self, device: torch.device) -> None:
-        """Makes ``device`` the current one of its type."""
-
-    def finish(self, device: torch.device) -> None:
-        """Returns once ``device`` has done all that it was given."""
-
-    def runs_now(self, device: torch.device) -> bool:
-        """Whether ``device`` runs what it is given now. What is captured as a graph is not run, and cannot be timed."""
-        return True
-
-    def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
-        """How long ``device`` takes for ``work``, which is given to it on the current stream."""
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-
-    def name(self, device: torch.device) -> str:
-        """What the vendor calls it."""
-        return cpu_info().get("model name") or platform.machine()
-
-    def details(self, device: torch.device) -> str:
-        """Its memory and architecture, as far as torch tells; may be empty."""
-        threads = torch.get_num_threads()
-        return f"{threads} {'thread' if threads == 1 else 'threads'} per rank"
-
-    def peers(self) -> tuple[int, int] | None:
-        """How many pairs of devices reach each other's memory, and how many pairs there are; None if torch cannot tell."""
-        return None
-
-
-class AcceleratorHardware(Hardware):
-    """Devices of any other type, through torch's module for it, such as ``torch.cuda``; modules differ in what they offer."""
 
     def __init__(self, device_type: str) -> None:
         self._module = torch.get_device_module(device_type)
+        self._is_cpu = device_type == "cpu"
 
     def count(self) -> int:
         return int(self._module.device_count())
 
     def use(self, device: torch.device) -> None:
+        """Makes ``device`` the current one of its type."""
         if hasattr(self._module, "set_device"):
             self._module.set_device(device)
 
     def finish(self, device: torch.device) -> None:
+        """Returns once ``device`` has done all that it was given."""
         self._module.synchronize(device)
 
     def runs_now(self, device: torch.device) -> bool:
+        """Whether ``device`` runs what it is given now. What is captured as a graph is not run, and cannot be timed."""
         capturing = getattr(self._module, "is_current_stream_capturing", None)
         return capturing is None or not capturing()
 
     def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
+        """How long ``device`` takes for ``work``, which is given to it on the current stream."""
+        if self._is_cpu:
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
         # Events, because waiting for the whole device would wait for exchanges of other streams, too.
         begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -409,9 +372,16 @@ class AcceleratorHardware(Hardware):
 
     @lru_cache(maxsize=64)  # noqa: B019 - one object per type of device, kept for the life of the process
     def name(self, device: torch.device) -> str:
+        """What the vendor calls it."""
+        if self._is_cpu:
+            return cpu_info().get("model name") or platform.machine()
         return str(self._module.get_device_name(device)) if hasattr(self._module, "get_device_name") else str(device)
 
     def details(self, device: torch.device) -> str:
+        """Its memory and architecture, as far as torch tells; may be empty."""
+        if self._is_cpu:
+            threads = torch.get_num_threads()
+            return f"{threads} {'thread' if threads == 1 else 'threads'} per rank"
         if not hasattr(self._module, "get_device_properties"):
             return ""
         properties = self._module.get_device_properties(device)
@@ -421,6 +391,7 @@ class AcceleratorHardware(Hardware):
         return ", ".join(texts)
 
     def peers(self) -> tuple[int, int] | None:
+        """How many pairs of devices reach each other's memory, and how many pairs there are; None if torch cannot tell."""
         if not hasattr(self._module, "can_device_access_peer"):
             return None
         pairs = [(i, j) for i in range(self.count()) for j in range(self.count()) if i != j]
@@ -429,9 +400,8 @@ class AcceleratorHardware(Hardware):
 
 @lru_cache(maxsize=8)
 def _hardware(device_type: str) -> Hardware:
-    return Hardware() if device_type == "cpu" else AcceleratorHardware(device_type)
+    return Hardware(device_type)
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """The devices of the same type as ``device``."""
     return _hardware(device.type)

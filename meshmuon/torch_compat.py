@@ -82,7 +82,6 @@ def warn_if_untested() -> None:
 # ``DTensor._local_tensor``: ``to_local()`` creates a new view at every call if gradients are recorded. ``DTensor._spec``: no
 # public object describes a whole layout. torch replaces a spec instead of changing it, and equal specs are equal layouts.
 SHARD_METADATA = attrgetter("shape", "dtype", "device", "_spec", "_local_tensor.shape")
-SHARD_GRADIENT_METADATA = attrgetter("__class__", "shape", "dtype", "_spec", "_local_tensor.shape", "_local_tensor.layout")
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -100,7 +99,6 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def as_dtensor(tensor: Tensor) -> DTensor | None:
-    """``tensor`` if it is a DTensor."""
     if type(tensor) in _PLAIN:
         return None
     tensors = sys.modules.get("torch.distributed.tensor")  # not imported: that takes a second, and without it no DTensor exists

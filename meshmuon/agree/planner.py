@@ -60,8 +60,9 @@ class Planner:
        are, and vote again if some did not know that of all ranks. If the votes still differ, they gather their views and settle
        on one plan for all that any of them has planned. It returns the same ``StepDecision`` on all ranks, except for what
        belongs to a rank (``rank``, ``zeros``, parameters that only it knows), or raises the same error on all of them.
-    4. ``confirm(failure)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything travels.
-       One more vote. If a rank could not create its buffers, all ranks raise its error.
+    4. ``confirm(failure, verdicts)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything
+       travels. One more vote. If a rank could not create its buffers, all ranks raise its error. If a rank would rather compute
+       something in another way, the ranks exchange their ``verdicts``.
     5. ``end()``, once per step, also if it fails. It does not wait for other ranks.
 
     Between steps come ``begin_anew()``, on ranks that have loaded a state, and ``check_connected()``, before any other
@@ -150,14 +151,25 @@ class Planner:
             activity=Activity(counted.activity),
         )
 
-    def confirm(self, failure: KeptError) -> None:
-        """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not."""
+    def confirm(self, failure: KeptError, verdicts: Mapping[str, bool]) -> frozenset[str]:
+        """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not.
+
+        Returns:
+            What some rank is for, by its ``verdicts``, and no rank is against; the same on all ranks.
+        """
+        verdicts_by_rank = [verdicts]
         if self._agreement is None:
             failure.raise_it()
-        elif not self._agreement.decide(Vote(_FAILED if failure else _READY)).unanimous or failure:
-            _raise_anyones(failure, self._agreement)
-            raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
+        else:
+            counted = self._agreement.decide(Vote(_FAILED if failure else _READY, prepares=any(verdicts.values())))
+            if not counted.unanimous or failure:
+                _raise_anyones(failure, self._agreement)
+                raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
+            if counted.prepares:  # some rank would rather have other buffers
+                verdicts_by_rank = [*self._agreement.all_gather_objects(dict(verdicts)).values()]
         self._local_planner.count_step()
+        votes = {(subject, is_for) for verdicts in verdicts_by_rank for subject, is_for in verdicts.items()}
+        return frozenset(subject for subject, is_for in votes if is_for and (subject, False) not in votes)
 
     def end(self) -> None:
         """The step is over, also one that has failed: other threads may step over the process group."""

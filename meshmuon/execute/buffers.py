@@ -7,9 +7,8 @@ in the matrix, so that one strided copy moves them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,43 +16,9 @@ from torch import Tensor
 from ..device import HOST, Transfers, transfers_for
 from ..layout import Piece
 from ..ortho import Workspace
-from ..plan import Hops, Parcel, Relays
-from ..transport import Exchange, Pending
+from ..plan import Hops
+from ..transport import Pending
 from .step_param import RunningStep
-
-
-class StartedExchange(Protocol):
-    """An exchange that is under way."""
-
-    def wait(self) -> None:
-        """Work that is issued after this call sees the received elements."""
-        ...
-
-
-class PreparedExchange(Protocol):
-    """One exchange with its buffers: ``ExchangeBuffers``, or ``RelayedBuffers`` where it goes through relays."""
-
-    def start(self, step: RunningStep, phase: str) -> StartedExchange:
-        """Starts the exchange; ``phase`` names it in errors. The step's observer sees all that is sent."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeBuffers:
-    """What one exchange sends and receives: flat views of two buffers, and elements per rank of the exchange's group.
-
-    A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0, 12, 0].
-    """
-
-    received: Tensor
-    received_splits: list[int]
-    sent: Tensor
-    sent_splits: list[int]
-
-    def start(self, step: RunningStep, phase: str) -> Pending:
-        assert step.exchange is not None
-        step.observer.sends(self.sent)
-        return step.exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +31,59 @@ class CopyPairs:
     def run(self, step: RunningStep) -> None:
         if self.target:
             step.elementwise.copy(self.target, self.source)
+
+
+NO_COPIES = CopyPairs([], [])
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One exchange of the process group: flat views of two buffers, and elements per rank of the group.
+
+    A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0, 12, 0].
+    """
+
+    received: Tensor
+    received_splits: list[int]
+    sent: Tensor
+    sent_splits: list[int]
+    before: CopyPairs = NO_COPIES  # fill ``sent``, where that is not done by others
+
+    def start(self, step: RunningStep, phase: str) -> Pending:
+        assert step.exchange is not None
+        self.before.run(step)
+        step.observer.sends(self.sent)
+        return step.exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedExchange:
+    """An exchange with its buffers: one hop or, through relays, three: collect, forward, distribute."""
+
+    hops: tuple[Hop, ...]
+    after: CopyPairs = NO_COPIES  # from what the hops have received to where it is needed
+
+    def start(self, step: RunningStep, phase: str) -> StartedExchange:
+        """Starts the first hop; ``phase`` names the exchange in errors. The step's observer sees all that is sent."""
+        return StartedExchange(self, step, phase, self.hops[0].start(step, phase))
+
+
+@dataclass(frozen=True, slots=True)
+class StartedExchange:
+    """An exchange that has started. All ranks wait for those that go through relays in the same order."""
+
+    exchange: PreparedExchange
+    step: RunningStep
+    phase: str
+    first: Pending
+
+    def wait(self) -> None:
+        """Work that is issued after this call sees the received elements. Runs the other hops."""
+        self.first.wait()
+        for hop in self.exchange.hops[1:]:
+            later = hop.start(self.step, self.phase)
+            later.wait()
+        self.exchange.after.run(self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,39 +187,6 @@ class Staging:
 
 
 @dataclass(frozen=True, slots=True)
-class RelayedPending:
-    """A relayed exchange that has started. All ranks wait for their relayed exchanges in the same order."""
-
-    buffers: RelayedBuffers
-    step: RunningStep
-    phase: str
-    collecting: Pending
-
-    def wait(self) -> None:
-        """Forwards and distributes what was collected; work that is issued after this call sees the received elements."""
-        self.collecting.wait()
-        for copies, exchange in self.buffers.hops[1:]:
-            copies.run(self.step)
-            hop = exchange.start(self.step, self.phase)
-            hop.wait()
-        self.buffers.to_received.run(self.step)
-
-
-@dataclass(frozen=True, slots=True)
-class RelayedBuffers:
-    """What ``ExchangeBuffers`` is for an exchange through relays: three exchanges one after the other."""
-
-    hops: tuple[tuple[CopyPairs, ExchangeBuffers], ...]  # collect, forward, distribute: each with the copies before it
-    to_received: CopyPairs
-
-    def start(self, step: RunningStep, phase: str) -> RelayedPending:
-        """Starts the first of its exchanges; ``phase`` names all of them in errors."""
-        copies, exchange = self.hops[0]
-        copies.run(step)
-        return RelayedPending(self, step, phase, exchange.start(step, phase))
-
-
-@dataclass(frozen=True, slots=True)
 class RelayMemory:
     """Buffers between the hops of one exchange.
 
@@ -223,41 +208,3 @@ class RelayMemory:
         for number, hop in enumerate(hops):
             for name, sizes in (("sent", hop.sent), ("received", hop.received)):
                 self.take(number, name, sizes[position] // dtype.itemsize, dtype, device)
-
-
-@dataclass(frozen=True, slots=True)
-class RelayedExchange:
-    """One exchange as a rank must know it to relay for others: all parcels that leave its node, and all that arrive there."""
-
-    rank: int
-    leaving: Mapping[Parcel, int]  # → elements
-    arriving: Mapping[Parcel, int]
-
-    def buffers(self, relays: Relays, exchange: Exchange, received: Tensor, sent: Tensor, memory: RelayMemory) -> RelayedBuffers:
-        """The exchange from ``sent``, ordered by the ranks that parcels go to, to ``received``, by those that they come from."""
-        sizes = {**self.leaving, **self.arriving}
-
-        def views(buffer: Tensor, parcels: Sequence[Parcel]) -> dict[Parcel, Tensor]:
-            return dict(zip(parcels, torch.split(buffer, [sizes[parcel] for parcel in parcels]), strict=True)) if parcels else {}
-
-        def copies(targets: Mapping[Parcel, Tensor]) -> CopyPairs:
-            return CopyPairs(list(targets.values()), [here[parcel] for parcel in targets])
-
-        def splits(parcels: Sequence[tuple[int, Parcel]]) -> list[int]:
-            elements: dict[int, int] = {}
-            for peer, parcel in parcels:
-                elements[peer] = elements.get(peer, 0) + sizes[parcel]
-            return exchange.splits(elements)
-
-        here = views(sent, [parcel for parcel in sorted(self.leaving) if parcel[0] == self.rank])  # and what arrives, hop by hop
-        hops = []
-        for number, hop in enumerate(relays.hops(self.rank, self.leaving, self.arriving)):
-            leaving, arriving = [parcel for _, parcel in hop.sent], [parcel for _, parcel in hop.received]
-            out, arrived = (
-                memory.take(number, name, sum(sizes[parcel] for parcel in parcels), sent.dtype, sent.device)
-                for name, parcels in (("sent", leaving), ("received", arriving))
-            )
-            hops.append((copies(views(out, leaving)), ExchangeBuffers(arrived, splits(hop.received), out, splits(hop.sent))))
-            here = {**here, **views(arrived, arriving)}
-        final = views(received, [parcel for parcel in sorted(self.arriving) if parcel[1] == self.rank])
-        return RelayedBuffers(tuple(hops), copies(final))

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..plan import NO_WAVE, PieceTransfer, WaveHops, WaveRoutes, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
-from .buffers import CopyPairs, PlacedPiece, RelayMemory, Stage, Staging, strided_views
+from ..plan import NO_WAVE, WaveHops, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
+from .buffers import NO_COPIES, CopyPairs, PlacedPiece, RelayMemory, Stage, Staging, strided_views
 from .ortho_batch import MATRICES, OrthoBatch
 from .program_builder import MatrixBatch, MatrixRange, PlacedTransfers, ProgramBuilder, batch_size, gathers, offsets_of, scatters
 from .rounding import RoundingScratch
@@ -121,7 +121,9 @@ class RankProgramBuilder(ProgramBuilder):
         first_part: dict[Tensor, int] = {}
         first = [first_part.setdefault(step_param.param, k) for k, step_param in enumerate(self.step_params)]
         waves = len(self.routes)
-        reads = [{first[self.plan.tasks[transfer.task].param] for transfer in _held(routes)} for routes in self.routes]
+        # A replica that sends nothing still keeps its momentum.
+        held = [(*routes.scatter_in, *routes.staying) for routes in self.routes]
+        reads = [{first[self.plan.tasks[transfer.task].param] for transfer in transfers} for transfers in held]
         reads += [{first[part.param_index] for part in batch} for batch in local_batches]
         of_waves = set[int]().union(*reads[:waves])
         frees: list[list[int]] = [[] for _ in reads]
@@ -198,7 +200,7 @@ class RankProgramBuilder(ProgramBuilder):
             momentum_views=MomentumViews(
                 self.piece_views([*gather_out, *staying], filled), self.step_params, self.piece_views(unsent, beside)
             ),
-            rounding=CopyPairs([], []) if unrounded is None else CopyPairs([beside], [unrounded]),
+            rounding=NO_COPIES if unrounded is None else CopyPairs([beside], [unrounded]),
             gather=self.exchange_buffers(gathered, shards, gathers(routes_of_rank), relayed("gather")),
             owned_batches=tuple(_owned_batch(*batch, unpack_from, pack_into) for batch in owned_batches),
             scatter=self.exchange_buffers(shards, results, scatters(routes_of_rank), relayed("scatter")),
@@ -241,8 +243,3 @@ def _owned_batch(
 
     (unpacked, arrived), (packed, leaving) = copies(unpack_from), copies(pack_into)
     return OwnedBatch(ortho_batch, unpack=CopyPairs(unpacked, arrived), pack=CopyPairs(leaving, packed))
-
-
-def _held(routes: WaveRoutes) -> tuple[PieceTransfer, ...]:
-    """What this rank holds of a wave; a replica that sends nothing still keeps its momentum."""
-    return (*routes.scatter_in, *routes.staying)

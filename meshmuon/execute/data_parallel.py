@@ -17,70 +17,41 @@ from ..plan import NO_WAVE, WaveRoutes
 from .buffers import CopyPairs, PreparedExchange, RelayMemory
 from .build import RankProgram, RankProgramBuilder
 from .executor import Executor
-from .ortho_batch import OrthoBatch
 from .program_builder import MatrixBatch, offsets_of, scatters
-from .rounding import RoundingScratch
-from .shards import MomentumViews, ShardView, UpdateViews, load_rule_state, restore, store_rule_state
+from .shards import MomentumViews, ShardView
 from .step_param import RunningStep
-
-
-@dataclass(frozen=True, slots=True)
-class _AveragedShard:
-    """A part of a matrix that this rank owns. Its gradient is the average."""
-
-    shard: ShardView  # its place in the parameter, and its view of the batch
-    average: Tensor
-    received: list[Tensor | None]  # for every rank, its gradient; None stands for this rank's own
-    results: list[Tensor]  # for every other rank, the view of the buffer that sends it the new weight
+from .wave import LocalBatch
 
 
 @dataclass(frozen=True, slots=True)
 class _AveragedBatch:
     """A batch of matrices that this rank owns."""
 
-    ortho_batch: OrthoBatch  # where they are orthogonalised
-    shards: list[_AveragedShard]
-    averages: list[Tensor]  # their averaged gradients, matrix by matrix
-    momentum_views: MomentumViews
-    update_views: UpdateViews
-    rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
+    batch: LocalBatch  # what is done to them once their gradients are averaged
+    shards: list[ShardView]  # their place in the parameters
+    averages: list[Tensor]  # of each shard, where its averaged gradient is
+    others: list[list[Tensor] | None]  # of each rank, where its gradients arrive and its new weights leave; None is this rank
+    whole_averages: list[Tensor]  # the averaged gradients, matrix by matrix
 
     def run(self, step: RunningStep) -> None:
-        if self.ortho_batch.is_idle(step.idle):
+        if self.batch.ortho_batch.is_idle(step.idle):
             return
-        observer = step.observer
-        active = [averaged for averaged in self.shards if averaged.shard.param_index not in step.idle]
-        with observer.phase("gather"):
-            _average(active, step)
-        observer.gradients(self.ortho_batch.matrices, self.averages)
-        with observer.phase("momentum"):
-            before = self.update_views.keep_momentum(step)
-            kept = self.momentum_views.fill(step)
-        load_rule_state(self.rule_state, step)
-        if self.ortho_batch.orthogonalise(step):
-            with observer.phase("update"):
-                self.update_views.apply(step, kept=before)
-                store_rule_state(self.rule_state, step)
-        else:
-            restore(kept)
-        with observer.phase("scatter"):
-            weights = [averaged.shard.of(step.params[averaged.shard.param_index].param) for averaged in active]
-            for views in zip(*(averaged.results for averaged in active), strict=True):
-                step.elementwise.copy(list(views), weights)
-
-
-def _average(active: Sequence[_AveragedShard], step: RunningStep) -> None:
-    averages = [averaged.average for averaged in active]
-    own = [averaged.shard.of(step.params[averaged.shard.param_index].grad) for averaged in active]
-    ranks = len(active[0].received)
-    for position in range(ranks):
-        received = [averaged.received[position] for averaged in active]
-        gradients = [mine if other is None else other for mine, other in zip(own, received, strict=True)]
-        if position == 0:
-            step.elementwise.copy(averages, gradients)
-        else:
-            torch._foreach_add_(averages, gradients)
-    torch._foreach_div_(averages, float(ranks))
+        active = [k for k, shard in enumerate(self.shards) if shard.param_index not in step.idle]
+        shards, averages = [self.shards[k] for k in active], [self.averages[k] for k in active]
+        others = [None if views is None else [views[k] for k in active] for views in self.others]
+        with step.observer.phase("gather"):
+            own = [shard.of(step.params[shard.param_index].grad) for shard in shards]
+            first, *later = [own if views is None else views for views in others]
+            step.elementwise.copy(averages, first)
+            for gradients in later:
+                torch._foreach_add_(averages, gradients)
+            torch._foreach_div_(averages, float(len(others)))
+        step.observer.gradients(self.batch.ortho_batch.matrices, self.whole_averages)
+        self.batch.run(step)
+        with step.observer.phase("scatter"):
+            weights = [shard.of(step.params[shard.param_index].param) for shard in shards]
+            for views in filter(None, others):
+                step.elementwise.copy(views, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,30 +139,15 @@ class _DataParallelBuilder(RankProgramBuilder):
         def shards(matrices: Iterable[Tensor]) -> list[ShardView]:
             return [shard for part, matrix in zip(batch, matrices, strict=True) for shard in self.shard_views(part, matrix)]
 
+        def views_of(rank: int) -> list[Tensor]:
+            return [shard.view for shard in shards(received[received_at[rank, matrix.task] :][:size] for matrix in batch)]
+
         whole_averages = [averages[average_at[matrix.task] :][:size] for matrix in batch]
-        of_ranks = {
-            rank: [shard.view for shard in shards(received[received_at[rank, matrix.task] :][:size] for matrix in batch)]
-            for rank in self.plan.ranks
-            if rank != self.rank
-        }
-        averaged = [
-            _AveragedShard(
-                replace(shard, gradient=average.view),
-                average.view,
-                received=[of_ranks[rank][k] if rank in of_ranks else None for rank in self.plan.ranks],
-                results=[views[k] for views in of_ranks.values()],
-            )
-            for k, (shard, average) in enumerate(
-                zip(shards(torch.split(ortho_batch.stacked, 1)), shards(whole_averages), strict=True)
-            )
+        of_averages = [shard.view for shard in shards(whole_averages)]
+        own = [
+            replace(shard, gradient=average)
+            for shard, average in zip(shards(torch.split(ortho_batch.stacked, 1)), of_averages, strict=True)
         ]
-        own = [one.shard for one in averaged]
-        rule_state = () if ortho_batch.rule_state is None else zip(batch, ortho_batch.rule_state, strict=True)
-        return _AveragedBatch(
-            ortho_batch,
-            averaged,
-            whole_averages,
-            MomentumViews(own, self.step_params),
-            UpdateViews(own, self.step_params, RoundingScratch(self.workspace), self.kept_slot(0)),
-            rule_state=[shard for part, numbers in rule_state for shard in self.rule_state_views(part, numbers)],
-        )
+        local = replace(self._local_batch(batch, ortho_batch, ()), momentum_views=MomentumViews(own, self.step_params))
+        others = [None if rank == self.rank else views_of(rank) for rank in self.plan.ranks]
+        return _AveragedBatch(local, own, of_averages, others, whole_averages)

@@ -132,15 +132,8 @@ class Elementwise:
     def compile(self, work: Callable[[], object]) -> None:
         """Compiles the kernels that ``work`` would launch, and writes no element; only where there are any."""
 
-    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
-        """M ← retain·M + G."""
-        accumulate(momenta, grads, retain)
-
-    def fill(
-        self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
-    ) -> None:
-        """M ← retain·M + G, and V ← G + momentum·M, or V ← M if ``momentum`` is None."""
-        fill_with_momentum(views, grads, momenta, retain, momentum)
+    accumulate = staticmethod(accumulate)
+    fill = staticmethod(fill_with_momentum)
 
     def apply(
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -20,7 +21,7 @@ from .step_param import UNOBSERVED, CheckedUpdates, ExecutorSettings, Observer, 
 from .wave import STAGED_IN_FLIGHT
 
 
-class StepExecutor(Protocol):
+class StepExecutor(ABC):
     """What runs the Muon part of an optimizer's step. The optimizer calls it, on every rank that takes part in the step:
 
     1. ``prepare``: once per plan, after all ranks have agreed on the plan and before any piece travels. It makes buffers and
@@ -36,12 +37,14 @@ class StepExecutor(Protocol):
     ``workspace_bytes`` may be called at any time, on any rank; it does not communicate.
     """
 
-    plan: Plan | None
-    settings: ExecutorSettings  # the optimizer replaces them, on all ranks, if a kernel does not run on one of them
-    failed_for_all: bool  # whether matrices failed in the last ``run``, and all ranks know it; the same on all ranks
-    elementwise: Elementwise  # who works on elements, once a plan is prepared
-    checked: Sequence[CheckedUpdates]  # by the last ``run``, on this rank; none unless updates are guarded
+    def __init__(self, settings: ExecutorSettings) -> None:
+        self.settings = settings  # the optimizer replaces them, on all ranks, if a kernel does not run on one of them
+        self.plan: Plan | None = None
+        self.failed_for_all = False  # whether matrices failed in the last ``run``, and all ranks know it; the same on all ranks
+        self.elementwise = Elementwise()  # who works on elements, once a plan is prepared
+        self.checked: Sequence[CheckedUpdates] = ()  # by the last ``run``, on this rank; none unless updates are guarded
 
+    @abstractmethod
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Makes ready for a plan.
 
@@ -51,12 +54,12 @@ class StepExecutor(Protocol):
             step_params: the parameters of ``plan.params``, in the same order.
             exchange: between the ranks of the plan; None where nothing is exchanged.
         """
-        ...
 
     def discard(self) -> None:
         """Gives up what was prepared, if anything: ``plan`` is None, and no buffer is held."""
-        ...
+        self.plan = None
 
+    @abstractmethod
     def run(
         self,
         step_params: Sequence[StepParam],
@@ -71,26 +74,21 @@ class StepExecutor(Protocol):
             The first error on this rank in a step that was completed: all exchanges have taken place, so that no other rank waits
             for this one. An error that is raised instead has left the step half done.
         """
-        ...
 
     def workspace_bytes(self) -> int:
         """Bytes that the executor holds between steps."""
-        ...
+        return 0
 
 
-class Executor:
+class Executor(StepExecutor):
     """The ``StepExecutor`` of sharded and local matrices: one owner per matrix, exchanges in overlapping waves."""
 
     def __init__(self, settings: ExecutorSettings) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self._workspace = Workspace()
         self._program = RankProgram()
         self._streams: Streams | None = None
         self._exchange: Exchange | None = None
-        self.elementwise = Elementwise()
-        self.plan: Plan | None = None
-        self.failed_for_all = False
-        self.checked: Sequence[CheckedUpdates] = ()
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         self.discard()  # before the new buffers are made: both at a time might not fit
@@ -111,7 +109,7 @@ class Executor:
         return RunningStep(step_params, idle, UNOBSERVED, exchange, self.elementwise, only_compiles=True)
 
     def discard(self) -> None:
-        self.plan = None
+        super().discard()
         self._program = RankProgram()
         self._workspace.clear()
 

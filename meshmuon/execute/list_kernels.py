@@ -162,7 +162,6 @@ def _momentum_kernel(
     retain: tl.tensor,
     momentum: tl.tensor,
     retain_in_memory: tl.constexpr,
-    accumulates: tl.constexpr,
     looks_ahead: tl.constexpr,
     fills: tl.constexpr,
     kind_0: tl.constexpr,
@@ -179,11 +178,10 @@ def _momentum_kernel(
     grad = _read(address, offsets, inside, kind_0, dense)
     address, offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
     buffer = _read(address, offsets, inside, kind_1, dense)
-    if accumulates:
-        buffer = buffer * _scalar(retain, retain_in_memory) + grad
-        _write(address, offsets, inside, buffer, None, kind_1, dense)
-        buffer = _rounded(buffer, kind_1)  # what is looked ahead from is what was stored
+    buffer = buffer * _scalar(retain, retain_in_memory) + grad
+    _write(address, offsets, inside, buffer, None, kind_1, dense)
     if fills:
+        buffer = _rounded(buffer, kind_1)  # what is looked ahead from is what was stored
         if looks_ahead:
             buffer = buffer * momentum + grad
         address, offsets = _offsets(entry, 2, i0, i1, i2, cols, dense)
@@ -435,34 +433,23 @@ class ListKernels:
 
     def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor) -> None:
         """M ← retain·M + G."""
-        self._momentum(None, grads, momenta, retain, None)
+        self.fill(None, grads, momenta, retain, None)
 
     def fill(
-        self,
-        views: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        momenta: Sequence[Tensor],
-        retain: float | Tensor | None,
-        momentum: float | None,
-    ) -> None:
-        """M ← retain·M + G unless ``retain`` is None; then V ← G + momentum·M, or V ← M if ``momentum`` is None."""
-        self._momentum(views, grads, momenta, retain, momentum)
-
-    def _momentum(
         self,
         views: Sequence[Tensor] | None,
         grads: Sequence[Tensor],
         momenta: Sequence[Tensor],
-        retain: float | Tensor | None,
+        retain: float | Tensor,
         momentum: float | None,
     ) -> None:
+        """M ← retain·M + G; then, if there are views, V ← G + momentum·M, or V ← M if ``momentum`` is None."""
         operands = (grads, momenta) if views is None else (grads, momenta, views)
         self._launch(
             self._table(*operands),
             _momentum_kernel,
-            *_as_arguments(1.0 if retain is None else retain, 1.0 if momentum is None else momentum),
+            *_as_arguments(retain, 1.0 if momentum is None else momentum),
             retain_in_memory=isinstance(retain, Tensor),
-            accumulates=retain is not None,
             looks_ahead=momentum is not None,
             fills=views is not None,
             kind_0=_KINDS[grads[0].dtype],

@@ -115,7 +115,11 @@ class OrthoBatch:
             self.stacked.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
             self._orthogonalise()
         except Exception as error:
-            raise kernel_error(self.stacked, error) from error
+            size = " × ".join(map(str, self.stacked.shape))
+            raise KernelError(
+                f"kernels do not run on {self.stacked.device} for a batch of {size}: {type(error).__name__}: {error}. If that "
+                'cannot be mended, pass kernels="torch" and leave out compile.'
+            ) from error
 
     def is_idle(self, idle: AbstractSet[int]) -> bool:
         """Whether none of its matrices is stepped."""
@@ -219,14 +223,6 @@ def joined_errors(errors: Sequence[OrthogonalizeError]) -> OrthogonalizeError:
     joined = orthogonalize_error((name for error in errors for name in error.names), first.reason, matrices, first.where)
     joined.__cause__, joined.known_to_all = first.__cause__, first.known_to_all
     return joined
-
-
-def kernel_error(stacked: Tensor, error: Exception) -> KernelError:
-    """The error for kernels that cannot orthogonalise matrices like ``stacked``, (size, rows, cols)."""
-    return KernelError(
-        f"kernels do not run on {stacked.device} for a batch of {' × '.join(map(str, stacked.shape))}: {type(error).__name__}: "
-        f'{error}. If that cannot be mended, pass kernels="torch" and leave out compile.'
-    )
 
 
 def _orthogonaliser(stacked: Tensor, template: StepParam, memory: BatchMemory, settings: ExecutorSettings) -> Orthogonaliser:

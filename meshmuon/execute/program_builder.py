@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -13,6 +13,7 @@ from ..layout import Layout
 from ..ortho import Workspace
 from ..plan import (
     NO_WAVE,
+    Nodes,
     Parcel,
     PieceTransfer,
     Plan,
@@ -25,7 +26,7 @@ from ..plan import (
 )
 from ..torch_compat import local_part
 from ..transport import Exchange
-from .buffers import ExchangeBuffers, PreparedExchange, RelayedExchange, RelayMemory, Staging
+from .buffers import CopyPairs, Hop, PreparedExchange, RelayMemory, Staging
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
 from .shards import ShardView
 from .step_param import ExecutorSettings, MatrixKey, StepParam
@@ -190,16 +191,43 @@ class ProgramBuilder:
         assert self.exchange is not None
         inward, outward = (_elements_by_peer(self.rank, transfers) for transfers in lists(self.rank))
         received, sent = received[: sum(inward.values())], sent[: sum(outward.values())]
-        nodes = self.plan.options.nodes
-        if self.plan.options.max_peers is None or nodes is None:
-            return ExchangeBuffers(received, self.exchange.splits(inward), sent, self.exchange.splits(outward))
-        leaving: dict[Parcel, int] = {}
-        arriving: dict[Parcel, int] = {}
+        if self.plan.options.max_peers is not None and self.plan.options.nodes is not None:
+            return self._relayed(self.plan.options.nodes, received, sent, lists, memory)
+        return PreparedExchange((Hop(received, self.exchange.splits(inward), sent, self.exchange.splits(outward)),))
+
+    def _relayed(self, nodes: Nodes, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory) -> PreparedExchange:
+        """From ``sent``, ordered by the ranks that parcels go to, to ``received``, by those that they come from."""
+        exchange, leaving, arriving = self.exchange, dict[Parcel, int](), dict[Parcel, int]()  # elements by parcel
+        assert exchange is not None
         for mate in nodes.ranks[nodes.node_of(self.rank)]:
             to_mate, from_mate = (_elements_by_peer(mate, transfers) for transfers in lists(mate))
             arriving |= {(peer, mate): size for peer, size in to_mate.items()}
             leaving |= {(mate, peer): size for peer, size in from_mate.items()}
-        return RelayedExchange(self.rank, leaving, arriving).buffers(Relays(nodes), self.exchange, received, sent, memory)
+        sizes = {**leaving, **arriving}
+
+        def views(buffer: Tensor, parcels: Sequence[Parcel]) -> dict[Parcel, Tensor]:
+            return dict(zip(parcels, torch.split(buffer, [sizes[parcel] for parcel in parcels]), strict=True)) if parcels else {}
+
+        def buffer(hop: int, name: str, parcels: Sequence[tuple[int, Parcel]]) -> tuple[Tensor, list[int], dict[Parcel, Tensor]]:
+            """A buffer for these parcels, its elements by rank of the group, and the view of each parcel."""
+            elements: dict[int, int] = {}
+            for peer, parcel in parcels:
+                elements[peer] = elements.get(peer, 0) + sizes[parcel]
+            flat = memory.take(hop, name, sum(elements.values()), sent.dtype, sent.device)
+            return flat, exchange.splits(elements), views(flat, [parcel for _, parcel in parcels])
+
+        def copies(targets: Mapping[Parcel, Tensor]) -> CopyPairs:
+            return CopyPairs(list(targets.values()), [here[parcel] for parcel in targets])
+
+        here = views(sent, [parcel for parcel in sorted(leaving) if parcel[0] == self.rank])  # and what arrives, hop by hop
+        hops = []
+        for number, routes in enumerate(Relays(nodes).hops(self.rank, leaving, arriving)):
+            out, out_splits, of_out = buffer(number, "sent", routes.sent)
+            arrived, arrived_splits, of_arrived = buffer(number, "received", routes.received)
+            hops.append(Hop(arrived, arrived_splits, out, out_splits, copies(of_out)))
+            here |= of_arrived
+        final = views(received, [parcel for parcel in sorted(arriving) if parcel[1] == self.rank])
+        return PreparedExchange(tuple(hops), copies(final))
 
     def routes_of_wave(self, wave: int, rank: int) -> WaveRoutes:
         """The routes of any rank in a wave."""

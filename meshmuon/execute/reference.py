@@ -19,27 +19,21 @@ from ..ortho import Workspace
 from ..plan import Plan
 from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
-from .elementwise import Elementwise, apply, fill_with_momentum
+from .elementwise import apply, fill_with_momentum
+from .executor import StepExecutor
 from .ortho_batch import BatchMemory, OrthoBatch
 from .rounding import Elements
 from .shards import ShardView, grouped, store_rule_state
-from .step_param import UNOBSERVED, CheckedUpdates, ExecutorSettings, Observer, RunningStep, StepParam
+from .step_param import UNOBSERVED, Observer, RunningStep, StepParam
 from .views import window_of
 
 
-class ReferenceExecutor:
-    """The ``StepExecutor`` that runs a step the simple way."""
-
-    def __init__(self, settings: ExecutorSettings) -> None:
-        self.settings = settings
-        self.plan: Plan | None = None
-        self.failed_for_all = False
-        self.elementwise = Elementwise()
-        self.checked: Sequence[CheckedUpdates] = ()
+class ReferenceExecutor(StepExecutor):
+    """The ``StepExecutor`` that runs a step the simple way, and holds nothing between steps but the plan."""
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         """Refuses what torch cannot gather, and keeps the plan, of which it uses only the names."""
-        self.plan = None
+        self.discard()
         for indices in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
             if step_params[indices[0]].staged:
                 raise UnsupportedError(
@@ -53,10 +47,6 @@ class ReferenceExecutor:
         for k, *_ in grouped(range(len(step_params)), kinds.__getitem__):
             self._batch(step_params[k], k, plan.params[k].name).try_out()
         self.plan = plan
-
-    def discard(self) -> None:
-        """There is nothing but the plan."""
-        self.plan = None
 
     def run(
         self,
@@ -131,10 +121,6 @@ class ReferenceExecutor:
             apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, counters=counters)
             written = shard_in_part & ~shard.isnan() if self.settings.guarded else shard_in_part
             local.copy_(torch.where(written, stepped, local))
-
-    def workspace_bytes(self) -> int:
-        """Nothing is held between steps."""
-        return 0
 
 
 def _elements(step_param: StepParam) -> Elements:

@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..matrices import MatrixSet
 from ..ortho import FORMS, Orthogonalizer, Scheme, pitch, scratch_bytes
 from ..ortho.kernels.products import Products, check_kernels, products_for
+from ..ortho.kernels.tilings import tuner_for
 from ..plan import BatchItem
 from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange
@@ -158,6 +159,7 @@ class ExecutorSettings:
     compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
     cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
     kernels: str = "auto"  # who computes symmetric products on a GPU
+    torch_kinds: frozenset[str] = frozenset()  # with ``"auto"``: those that torch computes, as all ranks have agreed
     guarded: bool = False  # a matrix whose update is not finite keeps weights, momentum and rule state
 
     def __post_init__(self) -> None:
@@ -173,10 +175,17 @@ class ExecutorSettings:
         if self.compile and self.kernels in ("triton", "quack"):
             raise ConfigError(f"compile and kernels={self.kernels!r} exclude each other: torch.compile makes kernels of its own.")
 
+    def __setstate__(self, state: Sequence[object]) -> None:
+        """Settings that were pickled before an option existed get its default."""
+        missing = (option.default for option in fields(self)[len(state) :])
+        for option, value in zip(fields(self), (*state, *missing), strict=True):
+            object.__setattr__(self, option.name, value)
+
     @property
     def bits(self) -> str:
         """What the bits of an update depend on beside plan and param groups, as text that ranks compare."""
-        return f"kernels={self.kernels!r}"
+        by_torch = f", by torch: {'; '.join(sorted(self.torch_kinds))}" if self.torch_kinds else ""
+        return f"kernels={self.kernels!r}{by_torch}"
 
     def products(self, device: torch.device) -> Products:
         """Who multiplies on ``device``.
@@ -184,7 +193,17 @@ class ExecutorSettings:
         ``"auto"`` is Triton on every rank, also where it is missing: ranks must not mix kernels, and fall back together.
         """
         kernels = "triton" if self.kernels == "auto" else self.kernels
-        return products_for(device, deterministic=self.deterministic, kernels=kernels)
+        torch_kinds = self.torch_kinds if self._torch_contends else None
+        return products_for(device, deterministic=self.deterministic, kernels=kernels, torch_kinds=torch_kinds)
+
+    @property
+    def _torch_contends(self) -> bool:
+        return self.kernels == "auto" and not self.deterministic and not self.compile
+
+    def torch_is_faster(self) -> dict[str, bool]:
+        """The kinds of product that this rank has measured, and whether torch's own is faster; none if it does not contend."""
+        verdicts = tuner_for("cuda").torch_is_faster if self._torch_contends else {}
+        return {str(kind): faster for kind, faster in verdicts.items()}
 
     def batch_bytes(self, device: torch.device) -> int:
         """Bytes of scratch that one batch may use on ``device``: by default twice what a GPU's owners gather per wave."""
@@ -198,11 +217,6 @@ class ExecutorSettings:
     def without_kernels(self) -> ExecutorSettings:
         """The same with torch's own products."""
         return replace(self, kernels="torch")
-
-    def completed(self, *, guarded: bool) -> ExecutorSettings:
-        """The same with the defaults of settings that did not exist yet when it was pickled."""
-        pickled = {each.name: getattr(self, each.name) for each in fields(self) if hasattr(self, each.name)}
-        return ExecutorSettings(**{**pickled, "guarded": guarded})
 
 
 MatrixKey: TypeAlias = tuple[int, int]

@@ -77,9 +77,6 @@ class LocalWindow:
 
 def _placed(parts: Sequence[StridedRange], tensor: Tensor, dim: int) -> Iterator[tuple[StridedRange, Tensor]]:
     """Each of ``parts`` with its place in ``dim`` of ``tensor``, where they follow each other."""
-    if len(parts) == 1:
-        yield parts[0], tensor
-        return
     yield from zip(parts, torch.split(tensor, [part.length for part in parts], dim), strict=True)
 
 

@@ -105,14 +105,6 @@ class Layout:
     def local_shape(self, rank: int) -> tuple[int, ...]:
         return tuple(length(ranges) for ranges in self.held_ranges(rank))
 
-    def global_index(self, rank: int, local: int) -> int:
-        """Flat index, in the whole tensor, of the element at flat index ``local`` of the local tensor of ``rank``."""
-        index, stride = 0, 1
-        for size, ranges in zip(reversed(self.shape), reversed(self.held_ranges(rank)), strict=True):
-            local, position = divmod(local, length(ranges))
-            index, stride = index + stride * index_at(ranges, position), stride * size
-        return index
-
     def holders(self) -> dict[tuple[Ranges, ...], list[int]]:
         """What is held of each dim → the ranks that hold it, in the order of the mesh. Ranks that hold nothing are left out."""
         holders: dict[tuple[Ranges, ...], list[int]] = {}
@@ -123,7 +115,6 @@ class Layout:
         return holders
 
     def axes(self, dim: int) -> tuple[int, ...]:
-        """Mesh axes that shard ``dim``."""
         placements = enumerate(self.placements)
         return tuple(axis for axis, placement in placements if isinstance(placement, Sharded) and placement.dim == dim)
 
@@ -156,15 +147,6 @@ def flat_index(shape: Sequence[int], coordinate: Sequence[int], axes: Sequence[i
 
 def length(ranges: Ranges) -> int:
     return sum(stop - start for start, stop in ranges)
-
-
-def index_at(ranges: Ranges, position: int) -> int:
-    """The index at ``position`` of ``ranges``: 9 at position 4 of ((0, 3), (8, 12))."""
-    for start, stop in ranges:
-        if position < stop - start:
-            return start + position
-        position -= stop - start
-    raise IndexError(position)
 
 
 @lru_cache(maxsize=1024)

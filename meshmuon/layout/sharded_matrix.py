@@ -59,7 +59,6 @@ class ShardedMatrix:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each piece."""
         return tuple(piece.size for piece in self.pieces)
 
     def piece_of(self, rank: int) -> Piece | None:
@@ -79,7 +78,6 @@ class ShardedMatrix:
 
     @cached_property
     def separate_replicas(self) -> tuple[ShardedMatrix, ...]:
-        """Each replica as a separate sharded matrix."""
         if self.replicas == 1:
             return (self,)
         return tuple(
@@ -95,14 +93,12 @@ class ShardedMatrix:
         """
         rows, cols = {piece.rows for piece in self.pieces}, {piece.cols for piece in self.pieces}
         grid = {(piece.rows, piece.cols) for piece in self.pieces}
-        if self.pieces and not (tiles(self.rows, rows) and tiles(self.cols, cols)):
-            raise PlanError(f"the pieces of a {self.rows}×{self.cols} matrix leave a gap or overlap: {self.pieces}")
-        if not len(grid) == len(self.pieces) == len(rows) * len(cols) or bool(self.size) != bool(self.pieces):
-            raise PlanError(f"a piece of a {self.rows}×{self.cols} matrix is missing or listed twice: {self.pieces}")
-        if any(len(piece.holders) != self.replicas for piece in self.pieces):
-            raise PlanError(f"a replica of a {self.rows}×{self.cols} matrix lacks a piece: {self.pieces}")
-        if len(self.holdings) != len(self.pieces) * self.replicas:
-            raise PlanError(f"a rank holds two pieces of one {self.rows}×{self.cols} matrix: {self.pieces}")
+        tiled = not self.pieces or (tiles(self.rows, rows) and tiles(self.cols, cols))
+        listed_once = len(grid) == len(self.pieces) == len(rows) * len(cols) and bool(self.size) == bool(self.pieces)
+        copied = all(len(piece.holders) == self.replicas for piece in self.pieces)
+        if not (tiled and listed_once and copied and len(self.holdings) == len(self.pieces) * self.replicas):
+            text = "leave a gap or overlap, or are not held by one rank each in every replica"
+            raise PlanError(f"the pieces of a {self.rows}×{self.cols} matrix {text}: {self.pieces}")
 
 
 @lru_cache(maxsize=1024)

@@ -74,65 +74,42 @@ class ModelContents:
 
     def _has_head(self, model: nn.Module, places: Sequence[ParamPlace]) -> bool:
         """Whether a head is known by more than being the last linear layer."""
-        weights = (getattr(module, "weight", None) for module in model.modules() if is_instance(module, nn.Linear))
-        tied_head = any(map(self._is_tied, places)) or any(isinstance(w, Tensor) and self._overlaps(w) for w in weights)
+        weights = [getattr(module, "weight", None) for module in model.modules() if is_instance(module, nn.Linear)]
+        weights += [place.param for place in places if not _is_embedding(place.module)]
+        tied_head = any(isinstance(weight, Tensor) and _overlaps(weight, self._embeddings) for weight in weights)
         return tied_head or any(map(self._head_finder.reason, places)) or any(True for _ in declared_heads(model))
-
-    def _overlaps(self, param: Tensor) -> bool:
-        """Whether it shares memory with an embedding."""
-        addresses = _addresses(param)
-        return any(addresses.start < table.stop and table.start < addresses.stop for table in self._embeddings)
-
-    def _is_tied(self, place: ParamPlace) -> bool:
-        return not _is_embedding(place.module) and self._overlaps(place.param)
 
     def of_param(self, name: str) -> ParamContents:
         place = self._places[name]
         if place.param.dim() < 2:
             return ParamContents("adamw", "scalar" if place.param.dim() == 0 else "vector")
-        return (
-            self._table(place)
-            or _adapter(place)
-            or self._stack(place)
-            or self._filter(place)
-            or self._no_matrix(place)
-            or self._matrix(place)
-        )
+        return self._table(place) or _adapter(place) or self._no_matrix(place) or self._matrix(place)
 
     def _table(self, place: ParamPlace) -> ParamContents | None:
-        addresses = _addresses(place.param)
         for tables, reason in ((self._embeddings, "embedding"), (self._heads, "output head")):
-            if any(addresses.start < table.stop and table.start < addresses.stop for table in tables):
+            if _overlaps(place.param, tables):
                 own = _is_embedding(place.module) or reason == "output head" or not is_instance(place.module, nn.Linear)
                 return ParamContents("adamw", reason if own else f"tied to an {reason}")
-        if any(key in place.name for key in self._expert_keys) and place.param.dim() == 3:
-            return None
-        if is_embedding_name(list(place.parts)):
+        if is_embedding_name(list(place.parts)) and not self._is_expert(place):
             return ParamContents("adamw", "embedding: by name")
         return None
 
-    def _stack(self, place: ParamPlace) -> ParamContents | None:
-        no_matrix = why_no_matrix(place)
-        if place.param.dim() == 3 and any(key in place.name for key in self._expert_keys) and no_matrix not in ("bias", "norm"):
-            known = stack_of(place)
-            return ParamContents("muon", "expert_keys", ONE_MATRIX if known is None else known[1])
-        if no_matrix is not None or filter_reason(place, self._filters) is not None or self._head_finder.reason(place):
-            return None
-        known = stack_of(place)
-        if known is None:
-            return None
-        if has_few_rows(place):
-            return ParamContents("adamw", f"{known[0]} of few rows: nothing to orthogonalise")
-        return _in_parts(*known, place.param.shape[-1 if known[1].dims == "in_out" else -2])
-
-    def _filter(self, place: ParamPlace) -> ParamContents | None:
-        reason = filter_reason(place, self._filters)
-        if reason == FILTER and self._conv == "flatten":
-            return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
-        return None if reason is None else ParamContents("adamw", reason)
+    def _is_expert(self, place: ParamPlace) -> bool:
+        return place.param.dim() == 3 and any(key in place.name for key in self._expert_keys)
 
     def _no_matrix(self, place: ParamPlace) -> ParamContents | None:
-        reason = why_no_matrix(place) or self._head_finder.reason(place)
+        """What is not one matrix: a stack, a filter, and what goes to AdamW. The user's word comes first."""
+        no_matrix, stack = why_no_matrix(place), stack_of(place)
+        if self._is_expert(place) and no_matrix not in ("bias", "norm"):
+            return ParamContents("muon", "expert_keys", ONE_MATRIX if stack is None else stack[1])
+        kind = filter_reason(place, self._filters)
+        if kind == FILTER and self._conv == "flatten":
+            return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
+        reason = kind or no_matrix or self._head_finder.reason(place)
+        if reason is None and stack is not None:
+            if not has_few_rows(place):
+                return _in_parts(*stack, place.param.shape[-1 if stack[1].dims == "in_out" else -2])
+            reason = f"{stack[0]} of few rows: nothing to orthogonalise"
         if reason is None and place.name in self._last:
             reason = "output head: the last linear layer"
         if reason is None and place.param.dim() == 2 and has_few_rows(place):
@@ -144,7 +121,9 @@ class ModelContents:
         if place.param.dim() > 2:
             if flat is not None:
                 return ParamContents("muon", "heads side by side: one matrix", ParamMatrices(dims=flat, flatten=True))
-            return self._unknown(place)
+            if self._conv == "flatten":
+                return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
+            return ParamContents("adamw", "a vector in several dims" if min(place.param.shape[-2:]) == 1 else UNKNOWN_STACK)
         flipped = place.held_by(_IN_OUT) or (place.parts[-1] in _IN_OUT_PARAMETERS and not hasattr(place.module, "in_features"))
         dims = "in_out" if flipped else "out_in"
         rows, cols = place.param.shape
@@ -158,11 +137,6 @@ class ModelContents:
             return _in_parts(f"fused {known[0]}{stored}", ParamMatrices(dims=dims, split=known[1]), outputs)
         reason = LOOKS_FUSED if known is None and looks_fused_name(place.parts) else f"matrix{stored}"
         return ParamContents("muon", reason, ParamMatrices(dims=dims))
-
-    def _unknown(self, place: ParamPlace) -> ParamContents:
-        if self._conv == "flatten":
-            return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
-        return ParamContents("adamw", "a vector in several dims" if min(place.param.shape[-2:]) == 1 else UNKNOWN_STACK)
 
 
 def _in_parts(reason: str, matrices: ParamMatrices, outputs: int) -> ParamContents:
@@ -214,6 +188,12 @@ def _embeddings(model: nn.Module, places: Sequence[ParamPlace]) -> Iterator[Tens
     yield from (weight for weight in weights if isinstance(weight, Tensor))
     yield from (place.param for place in places if _is_embedding(place.module))
     yield from looked_up_in_graphs(model)
+
+
+def _overlaps(param: Tensor, tables: Sequence[range]) -> bool:
+    """Whether it shares memory with one of the tables."""
+    addresses = _addresses(param)
+    return any(addresses.start < table.stop and table.start < addresses.stop for table in tables)
 
 
 def _addresses(param: Tensor) -> range:

@@ -20,7 +20,12 @@ _FIRST_AND_SECOND = re.findall(  # layers of an MLP
     "Wi → Wo, wi → wo, fc1 → fc2, w1 → w2, ff_in → ff_out, proj_in → proj_out, linear_1 → linear_2, linear_fc1 → linear_fc2, "
     "linear_start → linear_end, input_linear → output_linear, dense_h_to_4h → dense_4h_to_h",
 )
+_VALUES, _B_AND_C = "num_v_heads/num_k_heads*head_v_dim", "n_groups*ssm_state_size, n_groups*ssm_state_size"
+_SCALE_AND_SHIFT = "^AdaLayerNorm(Continuous)?$|AuraFlowPreFinal|ConvNextBlock"
 _ADA_NORM = r"Ada(Layer)?(RMS)?(Group)?(Norm|LN)|AdaLN|FlowResBlock|FlowFinalLayer|DiffusionHeadFinalLayer|AtomLayer|Modulation"
+
+
+_HALVES_OF_HEADS, _THIRDS_OF_HEADS = (", ".join([f"outputs/heads/{count}"] * count) for count in (2, 3))
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,12 @@ class Fused:
     """A kind of fused weight: how to recognise it, and the sizes of its parts as ``ParamPlace.size`` reads them.
 
     The sizes must add up to the outputs of the weight, otherwise the next row is tried. With ``repeats`` they are those of a
-    pattern that recurs that many times. A single size without ``repeats`` is that of equal parts.
+    pattern that recurs that many times. A single size without ``repeats`` is that of equal parts: ``outputs/2`` of halves.
     """
 
     parts: str  # for the routing table
     label: str  # regular expression for the whole name of the weight
-    sizes: tuple[str, ...]
+    sizes: str  # separated by commas
     repeats: str = ""
     owner: str = ""  # regular expression for a class of the module that uses it; "" for any
     when: str = ""  # an attribute of the owner or its config that must be set
@@ -45,113 +50,92 @@ FUSED: tuple[Fused, ...] = (
     Fused(
         "q, k, v of each group",
         "query_key_value",
-        ("heads/kv_heads*head_dim", "head_dim", "head_dim"),
+        "heads/kv_heads*head_dim, head_dim, head_dim",
         "kv_heads",
         "Falcon",
         "new_decoder_architecture",
     ),
-    Fused("q, k, v", "query_key_value", ("heads*head_dim", "head_dim", "head_dim"), "", "Falcon", "multi_query"),
-    Fused("q, k, v of each head", "query_key_value", ("outputs/heads/3",) * 3, "heads", "Falcon|Bloom|GPTNeoX|Persimmon"),
-    Fused("q, k, v of each head", "qkv_proj", ("outputs/heads/3",) * 3, "heads", "MiniMaxLightningAttention"),
-    Fused("q, k, v of each head", "in_proj", ("outputs/heads/3",) * 3, "heads", "DisentangledSelfAttention"),
-    Fused("q, k, v of each head", "proj", ("outputs/heads/3",) * 3, "heads", "EsmFoldSelfAttention"),
-    Fused("q, k, v", "c_attn", ("embed_dim", "kv_dim", "kv_dim"), "", "GPTBigCodeAttention", "multi_query"),
-    Fused("q, k, v of each head", "c_attn", ("outputs/heads/3",) * 3, "heads", "GPTBigCodeAttention"),
-    Fused("q, v, k of each quarter", "qkv_proj", ("outputs/12",) * 3, "4", "CodeGenAttention"),
-    Fused("k, v of each head", "linear_kv", ("outputs/heads/2",) * 2, "heads", "InvariantPointAttention"),
+    Fused("q, k, v", "query_key_value", "heads*head_dim, head_dim, head_dim", "", "Falcon", "multi_query"),
+    Fused("q, k, v of each head", "query_key_value", _THIRDS_OF_HEADS, "heads", "Falcon|Bloom|GPTNeoX|Persimmon"),
+    Fused("q, k, v of each head", "qkv_proj", _THIRDS_OF_HEADS, "heads", "MiniMaxLightningAttention"),
+    Fused("q, k, v of each head", "in_proj", _THIRDS_OF_HEADS, "heads", "DisentangledSelfAttention"),
+    Fused("q, k, v of each head", "proj", _THIRDS_OF_HEADS, "heads", "EsmFoldSelfAttention"),
+    Fused("q, k, v", "c_attn", "embed_dim, kv_dim, kv_dim", "", "GPTBigCodeAttention", "multi_query"),
+    Fused("q, k, v of each head", "c_attn", _THIRDS_OF_HEADS, "heads", "GPTBigCodeAttention"),
+    Fused("q, v, k of each quarter", "qkv_proj", "outputs/12, outputs/12, outputs/12", "4", "CodeGenAttention"),
+    Fused("k, v of each head", "linear_kv", _HALVES_OF_HEADS, "heads", "InvariantPointAttention"),
     Fused(  # torchtitan's
-        "q, k, v of each group",
-        "wqkv",
-        ("heads_per_kv*head_dim", "head_dim", "head_dim"),
-        "outputs/r_dim/head_dim",
-        "FusedQKVLinear",
+        "q, k, v of each group", "wqkv", "heads_per_kv*head_dim, head_dim, head_dim", "outputs/r_dim/head_dim", "FusedQKVLinear"
     ),
-    Fused("q1, q2, k1, k2, v", "to_qkv", ("outputs/5",) * 5, "", "StableAudio3SelfAttention|SAMEAttention", "use_differential"),
+    Fused("q1, q2, k1, k2, v", "to_qkv", "outputs/5", "", "StableAudio3SelfAttention|SAMEAttention", "use_differential"),
     # timm's.
-    Fused("k, v", "qkv", ("inputs", "inputs"), "", "WindowAttentionGlobal", "use_global"),  # q comes from elsewhere
-    Fused("q, k, v of each head", "qkv", ("outputs/heads/3",) * 3, "heads", "AttentionCl", "head_first"),
-    Fused("q, k, v of each head", r"qkv|qkv\.linear", ("key_dim", "key_dim", "val_dim"), "heads"),
-    Fused("k, v of each head", r"kv\.linear", ("key_dim", "val_dim"), "heads"),
+    Fused("k, v", "qkv", "inputs, inputs", "", "WindowAttentionGlobal", "use_global"),  # q comes from elsewhere
+    Fused("q, k, v of each head", "qkv", _THIRDS_OF_HEADS, "heads", "AttentionCl", "head_first"),
+    Fused("q, k, v of each head", r"qkv|qkv\.linear", "key_dim, key_dim, val_dim", "heads"),
+    Fused("k, v of each head", r"kv\.linear", "key_dim, val_dim", "heads"),
     # LeViT keeps its linear layers beside their batch norms, one level down: the owner is that pair.
-    Fused("q, k, v of each head", r"queries_keys_values\.linear", ("key_dim", "key_dim", "attention_ratio*key_dim"), "heads"),
-    Fused("k, v of each head", r"keys_values\.linear", ("key_dim", "attention_ratio*key_dim"), "heads"),
+    Fused("q, k, v of each head", r"queries_keys_values\.linear", "key_dim, key_dim, attention_ratio*key_dim", "heads"),
+    Fused("k, v of each head", r"keys_values\.linear", "key_dim, attention_ratio*key_dim", "heads"),
     # Multi-head latent attention.
-    Fused("compressed kv, rotary k", "kv_a_proj_with_mqa|kv_a_proj|wkv_a", ("kv_lora_rank", "qk_rope_head_dim")),
-    Fused("k, v of each head", "kv_b_proj|wkv_b", ("qk_nope_head_dim", "v_head_dim"), "heads"),
-    Fused("q, gate of each head", "q_gate_proj", ("qk_head_dim", "v_head_dim"), "heads"),
+    Fused("compressed kv, rotary k", "kv_a_proj_with_mqa|kv_a_proj|wkv_a", "kv_lora_rank, qk_rope_head_dim"),
+    Fused("k, v of each head", "kv_b_proj|wkv_b", "qk_nope_head_dim, v_head_dim", "heads"),
+    Fused("q, gate of each head", "q_gate_proj", "qk_head_dim, v_head_dim", "heads"),
     # Linear attention and state-space models.
-    Fused(
-        "q, k, v, z of each key head",
-        "in_proj_qkvz",
-        ("head_k_dim", "head_k_dim", "num_v_heads/num_k_heads*head_v_dim", "num_v_heads/num_k_heads*head_v_dim"),
-        "num_k_heads",
-    ),
-    Fused("b, a of each key head", "in_proj_ba", ("num_v_heads/num_k_heads", "num_v_heads/num_k_heads"), "num_k_heads"),
-    Fused("q, k, v", "in_proj_qkv", ("key_dim", "key_dim", "value_dim")),
-    Fused("q, gate of each head", "q_proj", ("head_dim", "head_dim"), "heads", "Qwen3_5|Qwen3Next|Qwen4Exp"),
-    Fused("x, gate in turns", "in_proj", ("1", "1"), "outputs/2", "ZambaMambaMixer"),
-    Fused(
-        "gate, x, B, C, dt",
-        "in_proj",
-        ("intermediate_size", "intermediate_size", "n_groups*ssm_state_size", "n_groups*ssm_state_size", "num_heads"),
-        "",
-        "Mamba|Mixer",
-    ),
-    Fused("x, gate", "in_proj", ("intermediate_size", "intermediate_size"), "", "Mamba|Mixer"),
-    Fused("dt, B, C", "x_proj|x_proj_weight", ("time_step_rank", "ssm_state_size", "ssm_state_size")),
-    Fused("dt, B, C", "x_proj", ("dt_rank", "d_state", "d_state")),  # mamba_ssm's names
-    Fused("dt, B, C", "x_proj", ("dt_proj.in_features", "A_log.columns", "A_log.columns")),
+    Fused("q, k, v, z of each key head", "in_proj_qkvz", f"head_k_dim, head_k_dim, {_VALUES}, {_VALUES}", "num_k_heads"),
+    Fused("b, a of each key head", "in_proj_ba", "num_v_heads/num_k_heads, num_v_heads/num_k_heads", "num_k_heads"),
+    Fused("q, k, v", "in_proj_qkv", "key_dim, key_dim, value_dim"),
+    Fused("q, gate of each head", "q_proj", "head_dim, head_dim", "heads", "Qwen3_5|Qwen3Next|Qwen4Exp"),
+    Fused("x, gate in turns", "in_proj", "1, 1", "outputs/2", "ZambaMambaMixer"),
+    Fused("gate, x, B, C, dt", "in_proj", f"intermediate_size, intermediate_size, {_B_AND_C}, num_heads", "", "Mamba|Mixer"),
+    Fused("x, gate", "in_proj", "intermediate_size, intermediate_size", "", "Mamba|Mixer"),
+    Fused("dt, B, C", "x_proj|x_proj_weight", "time_step_rank, ssm_state_size, ssm_state_size"),
+    Fused("dt, B, C", "x_proj", "dt_rank, d_state, d_state"),  # mamba_ssm's names
+    Fused("dt, B, C", "x_proj", "dt_proj.in_features, A_log.columns, A_log.columns"),
     Fused(  # an MLP takes what the state-space model leaves of d_inner; usually nothing
         "z and x of an MLP, z, x, B, C, dt",
         "in_proj",
-        ("d_inner-d_ssm", "d_inner-d_ssm", "d_ssm", "d_ssm", "ngroups*d_state", "ngroups*d_state", "nheads"),
+        "d_inner-d_ssm, d_inner-d_ssm, d_ssm, d_ssm, ngroups*d_state, ngroups*d_state, nheads",
         "",
         "Mamba",
         "d_ssm",
     ),
-    Fused("z, x, B, C, dt", "in_proj", ("d_inner", "d_inner", "ngroups*d_state", "ngroups*d_state", "nheads"), "", "Mamba"),
-    Fused("B, C, x", "in_proj", ("outputs/3",) * 3, "", "ShortConv"),
-    Fused("index q, k", "index_qk_proj", ("index_n_heads*index_head_dim", "index_kv_heads*index_head_dim")),
-    Fused("two windows", "kv_proj|gate_proj", ("head_dim", "head_dim"), "", "DeepseekV4(Indexer|CSACompressor)"),
-    Fused("one", "kv_proj", ("outputs",), "", "DeepseekV4"),
-    Fused("one", "query_key", ("outputs",), "", "LSHSelfAttention"),
-    Fused("one", "proj_up_gate", ("outputs",), "", "xLSTMFeedForward"),
+    Fused("z, x, B, C, dt", "in_proj", "d_inner, d_inner, ngroups*d_state, ngroups*d_state, nheads", "", "Mamba"),
+    Fused("B, C, x", "in_proj", "outputs/3", "", "ShortConv"),
+    Fused("index q, k", "index_qk_proj", "index_n_heads*index_head_dim, index_kv_heads*index_head_dim"),
+    Fused("two windows", "kv_proj|gate_proj", "head_dim, head_dim", "", "DeepseekV4(Indexer|CSACompressor)"),
+    Fused("one", "kv_proj", "outputs", "", "DeepseekV4"),
+    Fused("one", "query_key", "outputs", "", "LSHSelfAttention"),
+    Fused("one", "proj_up_gate", "outputs", "", "xLSTMFeedForward"),
     # Blocks of q, k, v: with the sizes that the model tells, or those that the layers around the weight prove.
-    Fused("q, k, v", _QKV, ("heads*head_dim", "kv_heads*head_dim", "kv_heads*head_dim")),
-    Fused("q, k, v", _QKV, ("q_dim", "kv_dim", "kv_dim")),
-    Fused("q, k, v", _QKV, ("heads*head_dim",) * 3),
-    Fused("k, v", "c_attn|in_proj_weight", ("outputs/2",) * 2, beside=r"q|q_\w+|to_q|[wW]_?q|query\w*"),  # cross-attention
-    Fused("q, k, v", _QKV, ("proven_q", "proven_kv", "proven_kv")),
-    Fused("k, v", r"kv|to_kv|w_?kv|kv_linear|key_value|kv_proj", ("outputs/2",) * 2),
-    Fused("q, k", r"qk|to_qk", ("outputs/2",) * 2),
-    Fused("q, k", "proj", ("outputs/2",) * 2, "", "EsmFoldSequenceToPair"),
-    Fused("q, context, gates", "projection_in", ("inputs", "inputs", "focal_level+1"), "", "FocalNetModulation"),
+    Fused("q, k, v", _QKV, "heads*head_dim, kv_heads*head_dim, kv_heads*head_dim"),
+    Fused("q, k, v", _QKV, "q_dim, kv_dim, kv_dim"),
+    Fused("q, k, v", _QKV, "heads*head_dim, heads*head_dim, heads*head_dim"),
+    Fused("k, v", "c_attn|in_proj_weight", "outputs/2", beside=r"q|q_\w+|to_q|[wW]_?q|query\w*"),  # cross-attention
+    Fused("q, k, v", _QKV, "proven_q, proven_kv, proven_kv"),
+    Fused("k, v", r"kv|to_kv|w_?kv|kv_linear|key_value|kv_proj", "outputs/2"),
+    Fused("q, k", r"qk|to_qk", "outputs/2"),
+    Fused("q, k", "proj", "outputs/2", "", "EsmFoldSequenceToPair"),
+    Fused("q, context, gates", "projection_in", "inputs, inputs, focal_level+1", "", "FocalNetModulation"),
     # Gated linear units.
-    Fused("gate, up", _GATED_MLP, ("outputs/2",) * 2),
-    Fused("up, gate", "proj|proj_in", ("outputs/2",) * 2, "", "GEGLU|GeGLU|SwiGLU|GatedLinearUnit|^GLU$"),
-    Fused("up, gate", "pointwise_lin1|proj_mlp", ("outputs/2",) * 2, "", "ConvolutionModule|OvisImageSingleTransformerBlock"),
+    Fused("gate, up", _GATED_MLP, "outputs/2"),
+    Fused("up, gate", "proj|proj_in", "outputs/2", "", "GEGLU|GeGLU|SwiGLU|GatedLinearUnit|^GLU$"),
+    Fused("up, gate", "pointwise_lin1|proj_mlp", "outputs/2", "", "ConvolutionModule|OvisImageSingleTransformerBlock"),
     # The layer that follows takes half of the outputs.
-    *(Fused("gated halves", first, (f"{second}.in_features",) * 2) for first, second in _FIRST_AND_SECOND),
-    Fused("gated halves", _FIRST_OF_MLP, ("proven_half",) * 2),
-    Fused("left, right", "linear_x", ("outputs/2",) * 2, "", "PairUpdate"),
-    Fused("two signals, two gates", "proj_bundle", ("outputs/4",) * 4, "", "TriangleMultiplicativeUpdate"),
+    *(Fused("gated halves", first, f"{second}.in_features, {second}.in_features") for first, second in _FIRST_AND_SECOND),
+    Fused("gated halves", _FIRST_OF_MLP, "proven_half, proven_half"),
+    Fused("left, right", "linear_x", "outputs/2", "", "PairUpdate"),
+    Fused("two signals, two gates", "proj_bundle", "outputs/4", "", "TriangleMultiplicativeUpdate"),
     # Shifts, scales and gates that a conditioning vector gives; streams of hyper-connections.
-    Fused("shifts, scales, gates", r"linear|linear_1|lin|proj|adaln_\w+|modulation", ("inputs",), "", _ADA_NORM),
-    Fused("shifts, scales, gates", r"adaLN_modulation\.\d+", ("inputs",)),
+    Fused("shifts, scales, gates", r"linear|linear_1|lin|proj|adaln_\w+|modulation", "inputs", "", _ADA_NORM),
+    Fused("shifts, scales, gates", r"adaLN_modulation\.\d+", "inputs"),
     # Where the conditioning vector has another width.
-    Fused("shifts, scales, gates", "proj|linear", ("outputs/num_chunks",), "", _ADA_NORM),
-    Fused("shifts, scales, gates", "linear", ("outputs/6",), "", "CogVideoXLayerNormZero"),
-    Fused("scales, gates", "linear|adaln_modulation", ("outputs/4",), "", "(Mochi|Lumina)RMSNormZero|Ideogram4TransformerBlock"),
-    Fused(
-        "scale, shift",
-        "linear|cond_embeds_mapper",
-        ("outputs/2",),
-        "",
-        "^AdaLayerNorm(Continuous)?$|AuraFlowPreFinal|ConvNextBlock",
-    ),
-    Fused("shift, scale", "proj_out_1", ("inputs",), "", "Transformer2DModel"),
-    Fused("pre, post, comb", "fn", ("hc_mult", "hc_mult", "hc_mult*hc_mult"), "", "HyperConnection"),
-    Fused("pre, post", "fn", ("hc_mult", "hc_mult"), "", "HyperConnection"),
+    Fused("shifts, scales, gates", "proj|linear", "outputs/num_chunks", "", _ADA_NORM),
+    Fused("shifts, scales, gates", "linear", "outputs/6", "", "CogVideoXLayerNormZero"),
+    Fused("scales, gates", "linear|adaln_modulation", "outputs/4", "", "(Mochi|Lumina)RMSNormZero|Ideogram4TransformerBlock"),
+    Fused("scale, shift", "linear|cond_embeds_mapper", "outputs/2", "", _SCALE_AND_SHIFT),
+    Fused("shift, scale", "proj_out_1", "inputs", "", "Transformer2DModel"),
+    Fused("pre, post, comb", "fn", "hc_mult, hc_mult, hc_mult*hc_mult", "", "HyperConnection"),
+    Fused("pre, post", "fn", "hc_mult, hc_mult", "", "HyperConnection"),
 )
 """Rows are tried in order. A row whose sizes are unknown or do not add up does not count."""
 
@@ -203,14 +187,14 @@ def _split_of_row(row: Fused, place: ParamPlace, outputs: int, inputs: int) -> S
         known |= {"proven_q": proven[0], "proven_kv": proven[1]}
     if "proven_half" in row.sizes and _is_halved(place, outputs, inputs):
         known["proven_half"] = outputs // 2
-    found = [place.size(size, **known) for size in row.sizes]
+    found = [place.size(size, **known) for size in row.sizes.split(", ")]
     sizes = tuple(size for size in found if size)  # a part may have no outputs, such as rotary keys in a model without any
     if None in found or not sizes:
         return None
     if row.repeats:
         repeats = place.size(row.repeats, **known)
         return Interleaved(sizes, repeats) if repeats and sum(sizes) * repeats == outputs else None
-    if len(row.sizes) == 1:
+    if len(found) == 1:
         equal = outputs // sizes[0]
         return sizes * equal if sizes[0] * equal == outputs and (equal > 1 or row.parts == "one") else None
     return sizes if sum(sizes) == outputs else None

@@ -15,19 +15,11 @@ from .traced import class_of
 
 _INSERTED = WRAPPERS | {"base_layer"}  # PEFT keeps the layer that it adapts under this name
 
-QUANTITIES: Mapping[str, tuple[str, ...]] = {
-    "heads": ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head"),
-    "kv_heads": (
-        "num_key_value_heads",
-        "num_kv_heads",
-        "n_kv_heads",
-        "kv_heads",
-        "kv_n_heads",
-        "n_query_groups",
-        "num_query_groups",
-    ),
-    "head_dim": ("head_dim", "head_size", "attention_head_size", "dim_head", "attention_head_dim"),
-    "ff": ("ffn_hidden_size", "intermediate_size"),
+QUANTITIES: Mapping[str, str] = {
+    "heads": "num_heads num_attention_heads n_heads n_head heads num_head",
+    "kv_heads": "num_key_value_heads num_kv_heads n_kv_heads kv_heads kv_n_heads n_query_groups num_query_groups",
+    "head_dim": "head_dim head_size attention_head_size dim_head attention_head_dim",
+    "ff": "ffn_hidden_size intermediate_size",
 }
 """What a table calls a size, and what libraries call it. Any other name in a table is that of an attribute."""
 
@@ -100,10 +92,11 @@ class ParamPlace:
 
     def numbers(self) -> set[int]:
         """The whole numbers that its owner has as attributes, and those of its configs that are about heads and groups."""
-        own = vars(self.owner).items()
-        told = ((name, value) for source in self._sources() for name, value in _attributes_of(source))
-        counts = [*own, *((name, value) for name, value in told if re.search("head|kv|group", name))]
-        return {value for _, value in counts if isinstance(value, int) and not isinstance(value, bool) and value > 0}
+        values = list(vars(self.owner).values())
+        for source in self._sources():
+            told = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+            values += [value for name, value in told.items() if re.search("head|kv|group", str(name))]
+        return {value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0}
 
     def flag(self, name: str) -> bool:
         """Whether the owner, or its config, says so."""
@@ -118,7 +111,7 @@ class ParamPlace:
             value = getattr(beside, attribute, None)
             return value if isinstance(value, int) else None
         for source in self._sources():
-            for synonym in QUANTITIES.get(name, (name,)):
+            for synonym in QUANTITIES.get(name, name).split():
                 value = getattr(source, synonym, None)
                 if isinstance(value, int) and not isinstance(value, bool):
                     return value
@@ -132,11 +125,6 @@ class ParamPlace:
             for attribute in ("config", "args", "cfg"):
                 if (config := getattr(module, attribute, None)) is not None:
                     yield config
-
-
-def _attributes_of(source: Any) -> Iterator[tuple[str, Any]]:
-    values = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
-    yield from ((name, value) for name, value in values.items() if isinstance(name, str))
 
 
 def is_a(module: nn.Module, pattern: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,14 +99,15 @@ class ActivityCheck:
         if self.allowed or not self._models or all(has_grad) or (self._verified and any(has_grad)):
             return None
         own = {id(record.param) for record in params}
-        current: dict[int, _ModelParams] = {}  # param group → what its model has now
+        current: dict[int, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}  # param group → what its model has now
         for record, gradient in zip(params, has_grad, strict=True):
             if gradient or not record.param.requires_grad:
                 continue
             if record.group_index not in current:
                 reference = self._models.get(tuple(record.param_group["param_names"]))
-                current[record.group_index] = _ModelParams(None if reference is None else reference())
-            now = current[record.group_index].of_name(record.name)
+                current[record.group_index] = _params_of(None if reference is None else reference())
+            by_name, by_plain_name = current[record.group_index]
+            now = by_name.get(record.name, by_plain_name.get(without_wrappers(record.name)))
             if now is not None and id(now) not in own and now.grad is not None:
                 return GradientError(
                     f"{record.name}: the model has replaced this parameter since the optimizer was built. The model's new one "
@@ -134,16 +136,11 @@ def _warn_of_shared_rates(groups: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-class _ModelParams:
-    """The parameters that a model has now, tied ones by each of their names; none if the model is gone."""
+def _params_of(model: nn.Module | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters that a model has now, tied ones by each of their names; none if the model is gone.
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self._by_name: dict[str, Tensor] = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
-        self._by_plain_name: dict[str, list[Tensor]] = {}  # without what wrappers insert
-        for name, param in self._by_name.items():
-            self._by_plain_name.setdefault(without_wrappers(name), []).append(param)
-
-    def of_name(self, name: str) -> Tensor | None:
-        """The parameter of this name. If a wrapper has changed names, the only one that has it apart from that."""
-        alike = self._by_plain_name.get(without_wrappers(name), [])
-        return self._by_name.get(name, alike[0] if len(alike) == 1 else None)
+    Second, by their names without what wrappers insert, where only one parameter has such a name.
+    """
+    by_name = {} if model is None else dict[str, Tensor](model.named_parameters(remove_duplicate=False))
+    count = Counter(map(without_wrappers, by_name))
+    return by_name, {plain: param for name, param in by_name.items() if count[plain := without_wrappers(name)] == 1}

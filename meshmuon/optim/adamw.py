@@ -41,32 +41,25 @@ def adamw_step(
     Parameters that are rounded stochastically differ from it by rounding. If ``skip_mask``, a boolean tensor without dims on a
     device, is true, nothing changes.
     """
-    members, stochastic = list[_Member](), list[_Member]()
+    stochastic, by_kernel = list[_Member](), dict[tuple[bool, torch.device], list[_Member]]()
     for param, grad, state in zip(params, grads, states, strict=True):
         rounds = rounds_stochastically(param, param_group)
         if "exp_avg" not in state or (rounds and COUNTER not in state):
             names = dict(zip(param_group["params"], param_group["param_names"], strict=True))
             start(state, names[param], param, param_group)
-        (stochastic if rounds else members).append((param, grad, state))
+        chosen = stochastic if rounds else by_kernel.setdefault((can_fuse(local_part(param)), param.device), [])
+        chosen.append((param, grad, state))
     scratch = RoundingScratch()
     for member in stochastic:
         _step_stochastically(param_group, member, scratch, skip_mask)
     advance_counters([state[COUNTER] for _, _, state in stochastic], skip_mask)
-    for fused in (True, False):
-        chosen = [member for member in members if can_fuse(local_part(member[0])) is fused]
-        for device in dict.fromkeys(param.device for param, _, _ in chosen):
-            # torch would copy the mask to host memory without waiting for it.
-            mask = None if skip_mask is None else copy_to(skip_mask, device)
-            _step(param_group, [member for member in chosen if member[0].device == device], fused=fused, skip_mask=mask)
+    for (fused, device), members in by_kernel.items():
+        # torch would copy the mask to host memory without waiting for it.
+        mask = None if skip_mask is None else copy_to(skip_mask, device)
+        _step(param_group, members, fused=fused, skip_mask=mask)
 
 
-def _step(
-    param_group: ParamGroup,
-    members: Sequence[_Member],
-    *,
-    fused: bool,
-    skip_mask: Tensor | None,
-) -> None:
+def _step(param_group: ParamGroup, members: Sequence[_Member], *, fused: bool, skip_mask: Tensor | None) -> None:
     for param, _, state in members:
         for key in ("exp_avg", "exp_avg_sq"):
             if local_part(state[key]).stride() != local_part(param).stride():

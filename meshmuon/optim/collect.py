@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ from ..params.groups import check_options, check_overflow, check_rounding, large
 from ..params.option_table import ParamGroup
 from ..params.param_record import GroupRecipe, ParamIndex, ParamRecord
 from ..state import param_state
-from ..torch_compat import SHARD_GRADIENT_METADATA, SHARD_METADATA, has_local_part, local_part, zeros_like
+from ..torch_compat import SHARD_METADATA, has_local_part, local_part, zeros_like
 
 _METADATA = operator.attrgetter("shape", "dtype", "device")
-_GRADIENT_METADATA = operator.attrgetter("__class__", "shape", "dtype", "layout")
 
 States = Mapping[Tensor, dict[str, Any]]
 """``optimizer.state``."""
@@ -31,7 +29,7 @@ States = Mapping[Tensor, dict[str, Any]]
 class Collector:
     """Looks at parameters, options, gradients and state. What has not changed since the last step is not looked at again.
 
-    A step calls ``inspect`` and then ``check``. ``comm_dtype`` tells in which dtype a parameter travels, or None for the default.
+    A step calls ``inspect`` and then ``check``. Parameters travel in ``comm_dtype``, None for the default, or in their own dtype.
 
     Attributes:
         records: all parameters, param group by param group.
@@ -41,13 +39,13 @@ class Collector:
         without_state: those of them that had a gradient at the last check.
     """
 
-    def __init__(self, comm_dtype: Callable[[Tensor], torch.dtype | None]) -> None:
+    def __init__(self, comm_dtype: torch.dtype | None, *, in_own_dtype: bool = False) -> None:
         self.records: tuple[ParamRecord, ...] = ()
         self.gpu: torch.device | None = None
         self.has_grad: tuple[bool, ...] = ()
         self.lacking_state: list[ParamIndex] = []
         self.without_state: tuple[ParamIndex, ...] = ()
-        self._comm_dtype = comm_dtype
+        self._comm_dtype, self._in_own_dtype = comm_dtype, in_own_dtype
         self._recipes: list[GroupRecipe] = []
         self._snapshot: Snapshot | None = None
         # For ``check_overflow``: group index, outputs and inputs of a matrix (None for AdamW), largest number of its dtype.
@@ -89,12 +87,13 @@ class Collector:
                     )
                 )
             for name, param in zip(group["param_names"], group["params"], strict=False):
-                record = ParamRecord.of(name, param, index, group, GroupRecipe(), self._comm_dtype(param))
+                comm_dtype = param.dtype if self._in_own_dtype else self._comm_dtype
+                record = ParamRecord.of(name, param, index, group, GroupRecipe(), comm_dtype)
                 with failure:
                     check_cuts(name, param)
                     check_memory(name, param)
                     check_rounding(name, param, recipe.rounding)
-                    record = ParamRecord.of(name, param, index, group, recipe, self._comm_dtype(param))
+                    record = ParamRecord.of(name, param, index, group, recipe, comm_dtype)
                 records.append(record)
         self.records = tuple(records)
         self.gpu = next((record.work_device for record in records if record.work_device.type == "cuda"), None)
@@ -111,13 +110,11 @@ class Collector:
         """
         for index, shape, largest in self._shapes:
             check_overflow(groups[index], f"group {index}", shape, largest)  # calls the user's adjust_lr_fn
+        for record in self.records:
+            if (grad := record.param.grad) is not None:
+                _check_gradient(record.name, record.param, grad)
         snapshot = self._snapshot
         assert snapshot is not None
-        if not snapshot.same_gradients():
-            for record, has_grad in zip(self.records, self.has_grad, strict=True):
-                if has_grad:
-                    _check_gradient(record.name, record.param, gradient_of(record.param))
-            snapshot.accept_gradients()
         same_state = snapshot.same_state(states)
         if not same_state:
             self._unchecked_state = set(range(len(self.records)))
@@ -145,18 +142,14 @@ class Snapshot:
 
     A comparison takes a fraction of a microsecond per parameter. The metadata of each parameter are read, compared and dropped
     before those of the next one: lists of a hundred thousand tuples would trigger Python's garbage collector, which takes as long
-    as the rest of the step. The metadata of a gradient (class, shape, dtype, layout) are kept while it is missing, and compared
-    when there is one again. Tensors of the state are not kept alive.
+    as the rest of the step. Tensors of the state are not kept alive.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = [(group, list(group["params"]), list(group["param_names"])) for group in groups]
         self._params = [param for _, params, _ in self._groups for param in params]
-        sharded = [has_local_part(param) for param in self._params]
-        self._metadata_getters = [SHARD_METADATA if is_sharded else _METADATA for is_sharded in sharded]
+        self._metadata_getters = [SHARD_METADATA if has_local_part(param) else _METADATA for param in self._params]
         self._metadata = list(self._metadata_now())
-        self._grad_metadata_getters = [SHARD_GRADIENT_METADATA if is_sharded else _GRADIENT_METADATA for is_sharded in sharded]
-        self._grad_metadata: list[Any] = [None] * len(self._params)  # of the gradients that were accepted last; None for none yet
         self._state_keys: list[tuple[str, ...]] | None = None  # of the state that was accepted
         self._state_tensors: list[weakref.ref[Tensor]] = []
 
@@ -172,18 +165,6 @@ class Snapshot:
             )
             and all(map(operator.eq, self._metadata_now(), self._metadata))
         )
-
-    def same_gradients(self) -> bool:
-        """Whether the gradients have the shapes, dtypes and layouts of those that were accepted."""
-        try:
-            return all(now is None or now == accepted for now, accepted in self._grad_metadata_now())
-        except AttributeError:  # a plain gradient of a DTensor
-            return False
-
-    def accept_gradients(self) -> None:
-        """Keeps the metadata of the present gradients, which the caller has checked."""
-        with suppress(AttributeError):  # a plain gradient of a DTensor has none that could be accepted
-            self._grad_metadata = [accepted if now is None else now for now, accepted in self._grad_metadata_now()]
 
     def same_state(self, states: States) -> bool:
         """Whether the state consists of the very tensors that were accepted."""
@@ -210,12 +191,6 @@ class Snapshot:
 
     def _metadata_now(self) -> Iterator[Any]:
         return (metadata(param) for metadata, param in zip(self._metadata_getters, self._params, strict=True))
-
-    def _grad_metadata_now(self) -> Iterator[tuple[Any, Any]]:
-        """Present and accepted; None for a missing gradient, an ``AttributeError`` for a plain gradient of a DTensor."""
-        grads = (param.grad for param in self._params)
-        now = (None if grad is None else read(grad) for read, grad in zip(self._grad_metadata_getters, grads, strict=True))
-        return zip(now, self._grad_metadata, strict=True)
 
 
 def gradient_of(param: Tensor) -> Tensor:

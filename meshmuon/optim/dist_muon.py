@@ -16,7 +16,7 @@ from ..execute import StepParam, window_of
 from ..matrices import MatrixSet
 from ..params.checks import check_replica_group
 from ..params.dtensors import as_dtensor
-from ..params.param_record import ParamIndex, ParamRecord, named_params
+from ..params.param_record import ParamRecord, named_params
 from ..plan import PartIndex, Plan
 from ..state.param_state import MOMENTUM, RULE_STATE
 from ..transport import all_gather_objects, averaged, broadcast, turn_of
@@ -90,12 +90,9 @@ class DistMuon(Muon):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group of plain weights. The next step plans with it."""
         super().add_param_group(param_group)
-        try:
-            for name, param in named_params(self._groups[-1:]):
-                _check_plain(name, param)
-        except UnsupportedError:
+        if (error := _first_sharded(named_params(self._groups[-1:]))) is not None:
             self.param_groups.pop()
-            raise
+            raise error
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state. Refuses while only other ranks have some of the momentum: call ``consolidate()`` first."""
@@ -161,9 +158,6 @@ class DistMuon(Muon):
     def _averages_gradients(self) -> bool:
         return self._replica_group is not None
 
-    def _without_state(self, params: Sequence[ParamRecord]) -> Sequence[ParamIndex]:
-        return [k for k in super()._without_state(params) if self._keeps(params[k])]
-
     def _keeps(self, record: ParamRecord) -> bool:
         return self._complete or not record.param_group["use_muon"] or record.param in self._kept
 
@@ -175,21 +169,13 @@ class DistMuon(Muon):
                     "optimizer.consolidate() on every rank before setting replica_group or copying the optimizer, or load a "
                     "state_dict."
                 )
-            try:
-                for record in params:
-                    _check_plain(record.name, record.param)
-            except UnsupportedError as error:
-                return error
-        elif self._divided:
+            return _first_sharded((record.name, record.param) for record in params)
+        if self._divided:
             return UnsupportedError(
                 "this copy of a DistMuon has no process group, and its gradients would not be averaged: set "
                 "optimizer.replica_group, for example to torch.distributed.group.WORLD."
             )
         return None
-
-    def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:
-        """Gradients and weights travel in their own dtype."""
-        return super()._wire_dtype() if self._replica_group is None else lambda param: param.dtype
 
     def _params_of(self, step: StepContext, keeps: Callable[[PartIndex], bool] = lambda part: True) -> list[StepParam]:
         if self.replica_group is None:
@@ -229,9 +215,11 @@ class DistMuon(Muon):
         return averaged(gradients, group) if isinstance(group, dist.ProcessGroup) else gradients
 
 
-def _check_plain(name: str, param: Tensor) -> None:
-    if as_dtensor(param) is not None:
-        raise UnsupportedError(f"{name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead.")
+def _first_sharded(params: Iterable[tuple[str, Tensor]]) -> UnsupportedError | None:
+    """The error for the first of (name, parameter) pairs that is no plain weight."""
+    name = next((name for name, param in params if as_dtensor(param) is not None), None)
+    text = f"{name} is a DTensor. DistMuon is for plain replicated weights: use Muon instead."
+    return None if name is None else UnsupportedError(text)
 
 
 def _kinds(state: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
@@ -288,7 +289,7 @@ class Muon(MuonStep):
                 out.
         """
         if not isinstance(state_dict, Mapping):
-            raise StateError(f"this is not the state_dict of an optimizer: it is a {type(state_dict).__name__}, not a dict.")
+            raise StateError(f"this is not the state_dict of an optimizer, but a {type(state_dict).__name__}.")
         fitted: Fitted | None = None
         hooked, groups_before = False, self.param_groups
 
@@ -340,7 +341,7 @@ class Muon(MuonStep):
         if "_executor" not in self.__dict__:  # a copy, not an optimizer that loads a state
             self._replica_group = None  # process groups cannot be copied
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
-            self._settings = self._settings.completed(guarded=self._nonfinite.guards)
+            self._settings = replace(self._settings, guarded=self._nonfinite.guards)  # older pickles lack it
             self._offload = Offload(on=state["_offloaded"])
             self._activity = ActivityCheck(state["_allow_inactive"])
             self._activity.active = state["_was_active"]
@@ -357,7 +358,7 @@ class Muon(MuonStep):
         self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=not averages)
         executor = DataParallelExecutor if averages else ReferenceExecutor if self._reference else Executor
         self._executor = executor(self._settings)
-        self._collector = Collector(self._wire_dtype())
+        self._collector = Collector(self._comm_dtype, in_own_dtype=averages)
         self._step_params = StepParams()
         self._overwritten = Overwritten()
         self._meter = Meter(self._metrics, by_owners=not self._reference)
@@ -368,11 +369,6 @@ class Muon(MuonStep):
             return
         for warning in build_routing_table(self._groups, first).warnings:
             warnings.warn(warning, RoutingWarning, stacklevel=3)
-
-    def _wire_dtype(self) -> Callable[[Tensor], torch.dtype | None]:
-        """A function that tells the dtype in which a parameter travels. It must not refer to the optimizer and keep it alive."""
-        comm_dtype = self._comm_dtype
-        return lambda param: comm_dtype
 
 
 def _show_log() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -176,7 +176,7 @@ class MuonStep(torch.optim.Optimizer):
             has_work=step.has_work,
             activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.records, step.has_grad),
             hyperparameters=hyperparameters,
-            without_state=self._without_state(step.records),
+            without_state=[k for k in self._collector.without_state if self._keeps(step.records[k])],
             presence=StatePresence(step.records, self.state, self._keeps),
         )
         expected = self._planner.propose(status)
@@ -192,10 +192,14 @@ class MuonStep(torch.optim.Optimizer):
         decision = step.decision
         if not decision.prepares:
             return
+        settings = self._executor.settings
         try:
-            self._prepare_plan(step)
+            torch_kinds = self._prepare_plan(step)
+            if torch_kinds != settings.torch_kinds:  # once more, with what is now known to be fastest on all ranks
+                self._executor.settings = replace(settings, torch_kinds=torch_kinds)
+                self._executor.discard()
+                self._prepare_plan(step)
         except KernelError as error:  # the same on all ranks
-            settings = self._executor.settings
             if settings.compile or settings.kernels != "auto":
                 raise
             if decision.exchange is None or decision.rank == decision.exchange.ranks[0]:
@@ -204,8 +208,11 @@ class MuonStep(torch.optim.Optimizer):
             self._executor.settings = settings.without_kernels()
             self._prepare_plan(step)
 
-    def _prepare_plan(self, step: StepContext) -> None:
-        """One attempt, confirmed by all ranks. If one of them fails, none keeps anything: the next step prepares again."""
+    def _prepare_plan(self, step: StepContext) -> frozenset[str]:
+        """One attempt, confirmed by all ranks. If one of them fails, none keeps anything: the next step prepares again.
+
+        Returns the kinds of product that torch computes faster than the Triton kernel on all ranks that have measured them.
+        """
         decision = step.decision
         try:
             with step.failure:
@@ -215,7 +222,7 @@ class MuonStep(torch.optim.Optimizer):
                     self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
                     self._executor.elementwise.compile(partial(self._find_and_mask, step, step_params))
                 self._meter.prepare(decision, step.records, self._planner.layouts)
-            self._planner.confirm(step.failure)
+            return self._planner.confirm(step.failure, self._executor.settings.torch_is_faster())
         except BaseException as error:
             self._executor.discard()
             self._meter.discard()
@@ -340,10 +347,6 @@ class MuonStep(torch.optim.Optimizer):
     def _misuse(self, params: Sequence[ParamRecord]) -> Exception | None:
         """Why this kind of optimizer cannot step these parameters; None if it can."""
         return None
-
-    def _without_state(self, params: Sequence[ParamRecord]) -> Sequence[ParamIndex]:
-        """The parameters whose state this rank would start at zero."""
-        return self._collector.without_state
 
     def _keeps(self, record: ParamRecord) -> bool:
         """Whether this rank keeps the state of a parameter."""

@@ -26,8 +26,6 @@ def refuse_unpicklable(groups: Sequence[Mapping[str, Any]], defaults: Mapping[st
     for where, options in places.items():
         for option in group_options():
             value = options.get(option.name)
-            if not _by_reference(value):
-                continue
             try:
                 pickle.dumps(value)
             except Exception as error:  # whatever the object's own methods raise
@@ -37,11 +35,6 @@ def refuse_unpicklable(groups: Sequence[Mapping[str, Any]], defaults: Mapping[st
                     "lambda or inside of a function. Or save optimizer.state_dict(), which needs no functions: the optimizer "
                     "that loads it keeps its own."
                 ) from error
-
-
-def _by_reference(value: object) -> bool:
-    """Whether pickle stores the name of a function or class for ``value``; not for numbers, strings and tuples of them."""
-    return callable(value) or hasattr(value, "__dict__") or hasattr(value, "__slots__")
 
 
 def _stores_references() -> bool:

@@ -116,10 +116,10 @@ class _NoisyProducts(Products):
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
         result = alpha * (a @ b.mT) if addend is None else alpha * (a @ b.mT) + beta * addend
-        return self._round(result, out)
+        return out.copy_(self._rounded(result))
 
     def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
-        return self._round(a @ b if addend is None else a @ b + beta * addend, out)
+        return out.copy_(self._rounded(a @ b if addend is None else a @ b + beta * addend))
 
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
         """Cholesky's rounding is like one more of the matrix that it factors; the inverse is rounded like a product."""
@@ -131,40 +131,30 @@ class _NoisyProducts(Products):
             total = total + weight * self._rounded(torch.linalg.inv(self._rounded(self._rounded(gram + pole * identity))))
         return out.copy_(total)
 
-    def _round(self, result: Tensor, out: Tensor) -> Tensor:
-        return out.copy_(self._rounded(result))
-
     def _rounded(self, result: Tensor) -> Tensor:
         return result + result.abs().amax(dim=(1, 2), keepdim=True) * self._shift
 
 
 def _simulate(scheme: Scheme, blocks: tuple[int, ...], noise: float, *, points: int = 49) -> _Outcome:
     """Runs the real iteration on diag(1, s), every product rounded in the worst way; s is 0 and ``points`` values up to 1."""
-    small = torch.cat(
-        [torch.zeros(1, dtype=torch.float64, device="cpu"), torch.logspace(-6, 0, points, dtype=torch.float64, device="cpu")]
-    )
+    sizes = torch.logspace(-6, 0, points, dtype=torch.float64, device="cpu")
+    small = torch.cat([torch.zeros_like(sizes[:1]), sizes])
     pairs = torch.diag_embed(torch.stack([torch.ones_like(small), small], dim=1))
-    exact = torch.empty_like(pairs)
-    scratch = Scratch(Workspace(), pairs, torch.float64, exact)
-    iterate(pairs, scheme.steps, blocks, scratch, _NoisyProducts(0.0, torch.zeros(2, 2, device="cpu")))
-    overshoot, deviation, error, counted = 0.0, 0.0, 0.0, small >= 1e-3
-    for pattern in _PATTERNS:
+
+    def run(products: Products) -> Tensor:
         result = torch.empty_like(pairs)
-        scratch = Scratch(Workspace(), pairs, torch.float64, result)
-        iterate(pairs, scheme.steps, blocks, scratch, _NoisyProducts(noise, torch.tensor(pattern, device="cpu")))
-        overshoot = max(overshoot, _largest(result))
-        deviation = max(deviation, _largest((result - exact)[counted]))
-        error = max(error, _farthest_from_one(result[counted]))
-    return _Outcome(overshoot, deviation, error)
+        iterate(pairs, scheme.steps, blocks, Scratch(Workspace(), pairs, torch.float64, result), products)
+        return result
+
+    exact, counted = run(_NoisyProducts(0.0, torch.zeros(2, 2, device="cpu"))), small >= 1e-3
+    results = torch.stack([run(_NoisyProducts(noise, torch.tensor(pattern, device="cpu"))) for pattern in _PATTERNS])
+    deviations, errors = _singular_values((results - exact)[:, counted]), _singular_values(results[:, counted]) - 1
+    return _Outcome(*(float(values.abs().max()) for values in (_singular_values(results), deviations, errors)))
 
 
-def _largest(matrices: Tensor) -> float:
+def _singular_values(matrices: Tensor) -> Tensor:
+    """Those of each matrix; infinite if any of them is not finite."""
     if not bool(matrices.isfinite().all()):
-        return math.inf
-    return float(torch.linalg.matrix_norm(matrices, 2).max())
-
-
-def _farthest_from_one(matrices: Tensor) -> float:
-    if not bool(matrices.isfinite().all()):
-        return math.inf
-    return float((torch.linalg.svdvals(matrices) - 1).abs().max())
+        return torch.full((1,), math.inf, dtype=matrices.dtype, device=matrices.device)
+    values: Tensor = torch.linalg.svdvals(matrices)
+    return values

@@ -43,17 +43,24 @@ def orthogonalize_flops(rows: int, cols: int, steps: Sequence[Step], blocks: Seq
     """
     n, m = min(rows, cols), max(rows, cols)
     symmetric, full = symmetric_flops(n, n), 2 * n**3  # of an n × n product
-    poles = sum(len(step.poles) for step in steps if isinstance(step, Rational))
+    poles = _poles(steps)
     quadratics = sum(not isinstance(step, Rational) or bool(step.quadratic) for step in steps)
     composed = len(steps) - len(blocks)
     per_block = symmetric_flops(n, m) + 2 * n * n * m
-    in_blocks = quadratics * symmetric + composed * (2 * symmetric + full) + poles * inverse_work(n).product_flops
+    in_blocks = quadratics * symmetric + composed * (2 * symmetric + full)
+    if poles:
+        in_blocks += poles * inverse_work(n).product_flops
     return len(blocks) * per_block + in_blocks
 
 
 def orthogonalize_cost(rows: int, cols: int, steps: Sequence[Step], blocks: Sequence[int]) -> int:
     """``orthogonalize_flops`` and the time that small blocks take beyond it: proportional to time, except for tiny matrices."""
-    poles = sum(len(step.poles) for step in steps if isinstance(step, Rational))
+    flops, poles = orthogonalize_flops(rows, cols, steps, blocks), _poles(steps)
+    if not poles:
+        return flops
     work = inverse_work(min(rows, cols))
-    extra_per_pole = _LEAF_PENALTY * work.leaf_flops + _SMALL_PRODUCT * work.products
-    return orthogonalize_flops(rows, cols, steps, blocks) + poles * extra_per_pole
+    return flops + poles * (_LEAF_PENALTY * work.leaf_flops + _SMALL_PRODUCT * work.products)
+
+
+def _poles(steps: Sequence[Step]) -> int:
+    return sum(len(step.poles) for step in steps if isinstance(step, Rational))

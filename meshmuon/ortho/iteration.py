@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .kernels.inverse import ShiftedInverses, inverse_scratch
+from .kernels.inverse import ShiftedInverses, inverse_work
 from .kernels.products import NORM_PARTS, Products
 from .rational import Rational
 from .schemes import Step
@@ -40,7 +40,7 @@ def scratch_bytes(rows: int, cols: int, steps: Sequence[Step], dtype: torch.dtyp
     n, m = min(rows, cols), max(rows, cols)
     x_buffers = 1 if dtype == result_dtype else 2
     squares = len(_squares(steps, len(steps) != 1)) * pitch(n, n, dtype)
-    inverses = inverse_scratch(n) if any(isinstance(step, Rational) for step in steps) else 0
+    inverses = inverse_work(n).scratch if any(isinstance(step, Rational) for step in steps) else 0
     return (x_buffers * pitch(n, m, dtype) + squares + inverses) * dtype.itemsize
 
 
@@ -90,7 +90,6 @@ class Scratch:
         return self._workspace.take(name, (size,), dtype, self._device)
 
     def square(self, name: str) -> Tensor:
-        """A (count, n, n) buffer."""
         return self._take(name, self._n, self._n)
 
     def _take(self, name: str, rows: int, cols: int) -> Tensor:

@@ -82,13 +82,11 @@ def _check_quintic(name: str, step: Any) -> None:
 def _check_rational(name: str, step: Rational) -> None:
     constant, poles, weights, linear, quadratic = step
     values = (constant, *poles, *weights, linear, quadratic)
-    if not poles or len(poles) != len(weights) or not all(isinstance(value, (int, float)) for value in values):
+    paired = bool(poles) and len(poles) == len(weights) and all(isinstance(value, (int, float)) for value in values)
+    if not paired or not all(math.isfinite(value) for value in values) or min(poles) <= 0 or min(weights) < 0:
         raise ConfigError(
-            f"scheme {name!r} has the step {step!r}: it needs a constant, and as many poles as weights, at least one of each."
-        )
-    if not all(math.isfinite(value) for value in values) or min(poles) <= 0 or min(weights) < 0:
-        raise ConfigError(
-            f"scheme {name!r} has the step {step!r}: poles must be positive, weights at least 0, all of them finite."
+            f"scheme {name!r} has the step {step!r}: it needs a constant, and as many poles as weights, at least one of each; "
+            "poles must be positive, weights at least 0, all of them finite."
         )
 
 
@@ -150,7 +148,7 @@ def zolotarev(l: float = 1e-3, poles: int = 3) -> Scheme:  # noqa: E741
         poles: number of poles; each costs one inverse.
     """
     _check_bound("zolotarev", l)
-    if isinstance(poles, bool) or not isinstance(poles, int) or not 1 <= poles <= _MOST_POLES:
+    if not _is_count(poles, 1, _MOST_POLES):
         raise ConfigError(f"zolotarev: poles={poles!r} must be a whole number from 1 to {_MOST_POLES}; 3 is usual.")
     return Scheme("zolotarev", (zolotarev_step(l, poles),), f"Zolotarev, 1877, l={l:g}, {poles} poles")
 
@@ -166,7 +164,7 @@ def halley(l: float = 1e-3, quintics: int = 2) -> Scheme:  # noqa: E741
         quintics: number of quintics after the rational step.
     """
     _check_bound("halley", l)
-    if isinstance(quintics, bool) or not isinstance(quintics, int) or not 0 <= quintics < MAX_STEPS:
+    if not _is_count(quintics, 0, MAX_STEPS - 1):
         raise ConfigError(f"halley: quintics={quintics!r} must be a whole number from 0 to {MAX_STEPS - 1}; 2 is usual.")
     first = halley_step(l)
     steps: list[Step] = [first]
@@ -262,5 +260,9 @@ def _check_length(length: int, steps: int) -> None:
 
 
 def _check_steps(steps: int) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
+    if not _is_count(steps, 1, MAX_STEPS):
         raise ConfigError(f"ns_steps={shown(steps)} must be a whole number from 1 to {MAX_STEPS}; 5 is usual.")
+
+
+def _is_count(number: Any, least: int, most: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and least <= number <= most

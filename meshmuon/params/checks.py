@@ -47,10 +47,7 @@ def number(value: Any, what: str, where: str) -> float:
     if type(value) is float:
         return value
     if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ConfigError(f"{where}: {what} is a tensor of {value.numel()} elements; it must have one.")
-        if not value.is_floating_point():
-            raise ConfigError(f"{where}: {what} is a tensor of {value.dtype}; it must be of a floating point dtype.")
+        _check_one_element(value, what, where)
         if not known_to_host(value):
             raise ConfigError(
                 f"{where}: {what} is a tensor on {value.device}, and every step would wait for the device to read it. Write "
@@ -63,6 +60,13 @@ def number(value: Any, what: str, where: str) -> float:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def _check_one_element(value: Tensor, what: str, where: str) -> None:
+    if value.numel() != 1 or not value.is_floating_point():
+        raise ConfigError(
+            f"{where}: {what} is a tensor of {value.numel()} elements of {value.dtype}; it must have one, of floating point."
+        )
 
 
 def check_range(value: Any, what: str, where: str, *, low: float, below: float = math.inf) -> None:
@@ -175,12 +179,9 @@ def check_lr(options: Mapping[str, Any], name: str, where: str) -> None:
     if type(lr) is float and 0.0 <= lr < math.inf:
         return
     if isinstance(lr, Tensor) and not known_to_host(lr):  # reading it would wait for the device
-        if lr.numel() != 1 or not lr.is_floating_point():
-            raise ConfigError(
-                f"{where}: {name} is a tensor of {lr.numel()} elements of {lr.dtype}; it must have one, of floating point."
-            )
-        return
-    check_range(lr, name, where, low=0.0)
+        _check_one_element(lr, name, where)
+    else:
+        check_range(lr, name, where, low=0.0)
 
 
 def check_optional_lr(options: Mapping[str, Any], name: str, where: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -42,10 +41,7 @@ def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
         return torch.zeros(shape, dtype=dtype, device=param.device)
     from torch.distributed.tensor import DTensor
 
-    rank, meshes = dist.get_rank(), siblings(sharded.device_mesh)
-    mesh = next((mesh for mesh in meshes if rank in mesh.ranks), meshes[0])
-    layout = Layout(shape, mesh, known_placements("", sharded.placements, len(shape)))
-    local = torch.zeros(layout.local_shape(rank), dtype=dtype, device=param.device)
+    local = torch.zeros(_own_layout(sharded, shape).local_shape(dist.get_rank()), dtype=dtype, device=param.device)
     no_memory = torch.empty(local.shape, dtype=dtype, device="meta")
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     # The local part is put in afterwards: ``from_local`` would copy one that is in host memory to the mesh's devices.
@@ -120,14 +116,12 @@ def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
     """Refuses a gradient that is not laid out like its parameter. The error shows the call that fixes it."""
     sharded, gradient = as_dtensor(param), as_dtensor(grad)
     if same_placement(param, grad):
-        if sharded is not None and gradient is not None:
-            param_shard, grad_shard = sharded.to_local(), gradient.to_local()
-            empty = not param_shard.numel() + grad_shard.numel()  # wrappers give empty shards other shapes
-            if param_shard.shape != grad_shard.shape and not empty:
-                raise GradientError(
-                    f"{name}: this rank holds {tuple(param_shard.shape)}, of the gradient {tuple(grad_shard.shape)}, although "
-                    "both have the same placements: cut the gradient like the parameter."
-                )
+        shard, grad_shard = local_part(param), local_part(grad)
+        if shard.shape != grad_shard.shape and shard.numel() + grad_shard.numel():  # wrappers give empty shards other shapes
+            raise GradientError(
+                f"{name}: this rank holds {tuple(shard.shape)}, of the gradient {tuple(grad_shard.shape)}, although both have "
+                "the same placements: cut the gradient like the parameter."
+            )
         return
     if sharded is None or gradient is None:
         kinds = ("DTensor", "plain tensor") if gradient is None else ("plain tensor", "DTensor")
@@ -238,11 +232,14 @@ def held_ranges(param: Tensor) -> tuple[Ranges, ...]:
     sharded, shape = as_dtensor(param), tuple(param.shape)
     if sharded is None:
         return tuple(((0, size),) if size else () for size in shape)
-    rank = dist.get_rank()
-    mesh = next((mesh for mesh in siblings(sharded.device_mesh) if rank in mesh.ranks), None)
-    if mesh is None:
-        return tuple(() for _ in shape)
-    return Layout(shape, mesh, known_placements("", sharded.placements, len(shape))).held_ranges(rank)
+    return _own_layout(sharded, shape).held_ranges(dist.get_rank())
+
+
+def _own_layout(param: DTensor, shape: tuple[int, ...]) -> Layout:
+    """The layout of a tensor of ``shape`` that is placed like ``param``, on that slice of the mesh which this rank is in."""
+    rank, meshes = dist.get_rank(), siblings(param.device_mesh)
+    mesh = next((mesh for mesh in meshes if rank in mesh.ranks), meshes[0])
+    return Layout(shape, mesh, known_placements("", param.placements, len(shape)))
 
 
 def trailing_elements(param: DTensor, count: int) -> int:
@@ -250,19 +247,16 @@ def trailing_elements(param: DTensor, count: int) -> int:
 
     They are the last elements of its local tensor.
     """
-    rank, order = dist.get_rank(), memory_order(param)
-    shape = tuple(param.shape[dim] for dim in order)
-    mesh = next(mesh for mesh in siblings(param.device_mesh) if rank in mesh.ranks)
-    placements = tuple(
-        replace(placement, dim=order.index(placement.dim)) if isinstance(placement, Sharded) else placement
-        for placement in known_placements("", param.placements, len(shape))
-    )
-    layout = Layout(shape, mesh, placements)
-    held, total = math.prod(layout.local_shape(rank)), math.prod(shape)
-    trailing = 0
-    while trailing < min(count, held) and layout.global_index(rank, held - 1 - trailing) >= total - count:
-        trailing += 1
-    return trailing
+    held, innermost_first = held_ranges(param), memory_order(param)[::-1]
+
+    def is_held(index: int) -> bool:
+        for dim in innermost_first:
+            index, position = divmod(index, param.size(dim))
+            if not any(start <= position < stop for start, stop in held[dim]):
+                return False
+        return True
+
+    return sum(map(is_held, range(param.numel() - count, param.numel())))
 
 
 def known_placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:

@@ -206,16 +206,12 @@ def check_overflow(group: ParamGroup, where: str, shape: tuple[int, int] | None,
         rate = lr / factor
     if rate <= largest and decay <= largest and eps <= largest:
         return
-    if rate > largest:
-        how = "divided by 1 - beta1, as in AdamW's first step,"
-        if shape is not None:
-            how = f"times adjust_lr_fn's {factor:g} for a {shape[0]}×{shape[1]} matrix"
-        what, value = f"lr={lr:g} {how}", rate
-    elif decay > largest:
-        what, value = f"lr={lr:g} times weight_decay={float(group['weight_decay']):g}", decay
-    else:
-        what, value = "adamw_eps", eps
-    raise ConfigError(f"{where}: {what} is {value:g}; the largest number that a step can work with is {largest:g}.")
+    how = "divided by 1 - beta1, as in AdamW's first step,"
+    if shape is not None:
+        how = f"times adjust_lr_fn's {factor:g} for a {shape[0]}×{shape[1]} matrix"
+    values = {f"lr={lr:g} {how}": rate, f"lr={lr:g} times weight_decay={float(group['weight_decay']):g}": decay, "adamw_eps": eps}
+    what = max(values, key=values.__getitem__)
+    raise ConfigError(f"{where}: {what} is {values[what]:g}; the largest number that a step can work with is {largest:g}.")
 
 
 def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rule: UpdateRule | None) -> None:

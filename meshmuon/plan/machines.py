@@ -18,8 +18,9 @@ _DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
 _LARGEST = 1e18  # number that a machine may have
 _ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
 _SHORTEST = 1e-12  # seconds: a calibration has no zeros
-_POSITIVE = ("ranks_per_node", "memory_bytes", "memory_bytes_per_second")
-_NUMBERS = (*_POSITIVE, "seconds_per_peer", "connection_bytes", "host_seconds_per_matrix", "host_seconds_per_step")
+_MAY_BE_ZERO = ("seconds_per_peer", "connection_bytes", "host_seconds_per_matrix", "host_seconds_per_step")
+_OPTIONAL = ("host_seconds_per_launch", "slower_beside_exchange")
+_NUMBERS = ("ranks_per_node", "memory_bytes", "memory_bytes_per_second", *_MAY_BE_ZERO)
 
 
 @dataclass(frozen=True)
@@ -131,16 +132,17 @@ class Machine:
     def from_json(cls, content: Any) -> Machine:
         if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
             raise ConfigError(f"it is no description of a machine: its format must be {FORMAT!r} and its version {VERSION}.")
-        for name in _NUMBERS:
-            _check_number(name, content.get(name), positive=name in _POSITIVE)
-        for name in ("host_seconds_per_launch", "slower_beside_exchange"):
-            if content.get(name) is not None:
-                _check_number(name, content[name], positive=True)
+        numbers = {name: content.get(name) for name in _NUMBERS}
+        numbers |= {name: content[name] for name in _OPTIONAL if content.get(name) is not None}
         shares = {name: content.get(name, []) for name in ("efficiency", "efficiency_alone")}
         rows = {f"{name}[{k}]": row | {"size": int(row["size"])} for name, of in shares.items() for k, row in enumerate(of)}
-        for where, row in ({name: content[name] for name in ("inside", "between", "peak_flops")} | rows).items():
-            for key, value in row.items():
-                _check_number(f"{where} {key}", value, positive=key != "seconds")
+        rows |= {name: content[name] for name in ("inside", "between", "peak_flops")}
+        numbers |= {f"{where} {key}": value for where, row in rows.items() for key, value in row.items()}
+        for name, value in numbers.items():
+            may_be_zero = name in _MAY_BE_ZERO or name.endswith(" seconds")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
+            if not number or (value == 0 and not may_be_zero):
+                raise ConfigError(f"its {name} is {value!r} and must be a number{'' if may_be_zero else ' above 0'}.")
         if not content["efficiency"] or not content["peak_flops"]:
             raise ConfigError("its efficiency and peak_flops need at least one row each.")
         if not isinstance(content["device"], str) or content["device"] not in _DEVICES:
@@ -159,12 +161,6 @@ class Machine:
 
 def _shares(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((int(row["size"]), float(row["share"])) for row in rows))
-
-
-def _check_number(name: str, value: Any, *, positive: bool) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LARGEST
-    if not number or (positive and value == 0):
-        raise ConfigError(f"its {name} is {value!r} and must be a number{' above 0' if positive else ''}.")
 
 
 def machine_names() -> list[str]:

@@ -93,17 +93,17 @@ def _contents_of(
     model: nn.Module, keys: Sequence[str], conv: str | None, is_muon_func: Callable[[str, Tensor], bool] | None
 ) -> dict[str, ParamContents]:
     """What the trainable parameters are, by name, as the user's function says or as it is known."""
-    known = ModelContents(model, keys, conv)
-    contents = {name: known.of_param(name) for name, param in model.named_parameters() if param.requires_grad}
-    if is_muon_func is None:
-        return contents
+    known, contents = ModelContents(model, keys, conv), {}
     for name, param in model.named_parameters():
-        if param.requires_grad and param.dim() >= 2:
-            use_muon, found = _ask(is_muon_func, name, param), contents[name]
-            if not use_muon and not found.decays:
-                continue  # a norm or a bias: the reason keeps it without weight decay
-            matrices = found.matrices if found.route == "muon" else ONE_MATRIX
-            contents[name] = ParamContents("muon" if use_muon else "adamw", "is_muon_func", matrices)
+        if not param.requires_grad:
+            continue
+        found = known.of_param(name)
+        if is_muon_func is not None and param.dim() >= 2:
+            use_muon = _ask(is_muon_func, name, param)
+            if use_muon or found.decays:  # the reason of a norm or a bias keeps it without weight decay
+                matrices = found.matrices if found.route == "muon" else ONE_MATRIX
+                found = ParamContents("muon" if use_muon else "adamw", "is_muon_func", matrices)
+        contents[name] = found
     return contents
 
 

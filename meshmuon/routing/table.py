@@ -101,7 +101,8 @@ def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0, *, f
             doubt = _doubt(name, matrix_sets, why)
             if doubt:
                 doubts.setdefault((doubt, _kind_of(name)), []).append(name)
-    warnings += [_doubt_text(doubt, names) for (doubt, _), names in doubts.items()]
+    for (doubt, _), (name, *others) in doubts.items():
+        warnings.append(f"{name}{f' (and {len(others)} more of its kind)' if others else ''} {doubt}")
     warnings += _unused_entries(shown_groups, param_groups) + _rounding_warnings(shown_groups)
     return RoutingTable(tuple(rows), tuple(warnings), _notes(rows), full)
 
@@ -197,55 +198,32 @@ def _rounding_warnings(param_groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def _doubt(name: str, matrix_sets: Sequence[MatrixSet], why: str) -> str:
-    """What is probably wrong with a route: a key of ``_DOUBTS``, or ""."""
+    """What is probably wrong with a route, as the rest of a sentence about the parameter; "" if nothing is."""
     if why == UNKNOWN_STACK:
-        return "stack"
+        return _UNKNOWN_STACK
     decided = why not in ("", "is_muon_func", "expert_keys", LOOKS_FUSED)  # by what is known of the model
     if not matrix_sets or decided:
         return ""
     if is_table_name(name):
-        return "table"
+        return _TABLE
     split = matrix_sets[0].window is not None  # even if the user has declared a single part
     if not split and looks_fused_name(name_parts(name)):
-        return "fused experts" if matrix_sets[0].stack_dims else "fused"
+        return _FUSED.format("each of its experts" if matrix_sets[0].stack_dims else "it")
     return ""
 
 
-_DOUBTS = {
-    "stack": (
-        "{} more than two dims and {} not known to be a stack of matrices, so AdamW trains {}. If they are matrices, pass "
-        "expert_keys=[...] with a part of the name to get_default_muon_param_groups.",
-        ("has", "is", "it"),
-        ("have", "are", "them"),
-    ),
-    "table": (
-        "{} like an embedding or an output head, which train better with AdamW: move {} to a group with use_muon=False.",
-        ("looks", "it"),
-        ("look", "them"),
-    ),
-    "fused": (
-        "{} like several projections fused into one weight. Muon orthogonalises {} as one matrix, which couples them: give the "
-        "sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they are interleaved.",
-        ("looks", "it"),
-        ("look", "each"),
-    ),
-    "fused experts": (
-        "{} like several projections fused into one weight. Muon orthogonalises each of {} experts as one matrix, which couples "
-        "them: give the sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they are interleaved.",
-        ("looks", "its"),
-        ("look", "their"),
-    ),
-}
-
-
-def _doubt_text(doubt: str, names: Sequence[str]) -> str:
-    """One warning for all parameters of a kind, not one per layer."""
-    text, one, several = _DOUBTS[doubt]
-    subject = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more of its kind"
-    return f"{subject} {text.format(*(one if len(names) == 1 else several))}"
+_UNKNOWN_STACK = (
+    "has more than two dims and is not known to be a stack of matrices, so AdamW trains it. If it holds matrices, pass "
+    "expert_keys=[...] with a part of the name to get_default_muon_param_groups."
+)
+_TABLE = "looks like an embedding or an output head, which train better with AdamW: move it to a group with use_muon=False."
+_FUSED = (
+    "looks like several projections fused into one weight. Muon orthogonalises {} as one matrix, which couples them: give the "
+    "sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they are interleaved."
+)
 
 
 def _kind_of(name: str) -> str:
-    """The name of the weight without where it is: parameters of one kind share it."""
+    """The name of the weight without where it is: parameters of one kind share it, and one warning is enough for them."""
     parts = name_parts(name)
     return parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]

@@ -94,16 +94,12 @@ def fit(
 
 def _check_structure(state_dict: Mapping[str, Any]) -> None:
     """Refuses what is no state_dict: a dict with a dict ``state`` and a list ``param_groups`` of dicts with ``params``."""
-    for key in ("param_groups", "state"):
-        if key not in state_dict:
-            raise StateError(
-                f'this is not the state_dict of an optimizer: it has no "{key}"; its keys are {sorted(map(str, state_dict))}.'
-            )
-    saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+    saved_groups, saved_state = state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(saved_groups, (list, tuple)) or not isinstance(saved_state, Mapping):
+        kinds = ", ".join(f'"{key}" ({type(value).__name__})' for key, value in state_dict.items())
         raise StateError(
-            f"this is not the state_dict of an optimizer: its param_groups are a {type(saved_groups).__name__}, its state is a "
-            f"{type(saved_state).__name__}; they must be a list and a dict."
+            'this is not the state_dict of an optimizer, which has a list "param_groups" and a dict "state": it has '
+            f"{kinds or 'nothing'}."
         )
     keys: set[Any] = set()
     for index, saved in enumerate(saved_groups):
@@ -198,13 +194,13 @@ def _check_positions(
     names: Sequence[Sequence[str]], saved_names: Sequence[Sequence[str]], keys: Sequence[Sequence[_SavedParam]]
 ) -> None:
     """Refuses a state_dict that must be matched by position and has other groups, or other names where it has any."""
-    if len(keys) != len(names):
-        raise StateError(f"the state_dict has {len(keys)} groups, this optimizer {len(names)}: build the same groups.")
-    for index, (own, saved, members) in enumerate(zip(names, saved_names, keys, strict=True)):
-        if len(members) != len(own):
-            raise StateError(
-                f"group {index} has {len(own)} parameters, the state_dict's has {len(members)}: it was saved from another model."
-            )
+    sizes, saved_sizes = list(map(len, names)), list(map(len, keys))
+    if sizes != saved_sizes:
+        raise StateError(
+            f"the groups of the optimizer have {sizes} parameters, those of the state_dict {saved_sizes}: it was saved from "
+            "another model, or with other groups."
+        )
+    for index, (own, saved) in enumerate(zip(names, saved_names, strict=True)):
         named = len(saved) == len(own) and not _placeholders([own, saved])
         if named and own != saved:
             first = next(k for k, name in enumerate(own) if saved[k] != name)

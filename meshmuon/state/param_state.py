@@ -27,7 +27,6 @@ MOMENTUM, RULE_STATE, COUNTER = "momentum_buffer", "rule_memory", "rounding_coun
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _ORDER = {key: place for place, key in enumerate((MOMENTUM, RULE_STATE, *ADAMW_KEYS, COUNTER))}
-_PLAIN = (Tensor, bool, int, float, str, bytes, type(None))
 NOT_STORED = "<not stored: "
 """How the text begins that stands in a state_dict for a value that cannot be stored."""
 
@@ -132,54 +131,41 @@ def _storable(value: Any) -> Any:
     if isinstance(value, Interleaved):  # set in a group by hand
         return split_as_tuple(value)
     try:
-        plain = _with_plain_numbers(value)
-        if _is_plain(plain):
-            return plain
-    except RecursionError:  # a container that holds itself
-        pass
-    named = value if hasattr(value, "__qualname__") else type(value)  # repr() may contain an address
-    module = getattr(named, "__module__", None) or "builtins"  # methods of types that are written in C have none
-    return f"{NOT_STORED}{module}.{named.__qualname__}>"
+        return _plain(value)
+    except (TypeError, RecursionError):  # of another type, or a container that holds itself
+        named = value if hasattr(value, "__qualname__") else type(value)  # repr() may contain an address
+        module = getattr(named, "__module__", None) or "builtins"  # methods of types that are written in C have none
+        return f"{NOT_STORED}{module}.{named.__qualname__}>"
 
 
-def _with_plain_numbers(value: Any) -> Any:
-    """The value with Python's numbers for others, such as numpy's and fractions, also in lists and tuples."""
-    if type(value) is not bool and isinstance(value, Real):
+def _plain(value: Any) -> Any:
+    """The value with Python's own numbers and containers for others, such as numpy's; TypeError if it cannot be stored."""
+    if isinstance(value, (Tensor, bool, str, bytes, type(None))):
+        return value
+    if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
-    if isinstance(value, (list, tuple)) and any(isinstance(item, Real) for item in value):
-        return tuple(map(_with_plain_numbers, value)) if isinstance(value, tuple) else list(map(_with_plain_numbers, value))
-    return value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, (str, int)) and _is_plain(item) for key, item in value.items())
-    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)
+    if isinstance(value, (list, tuple)):
+        return (tuple if isinstance(value, tuple) else list)(map(_plain, value))
+    if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
+        return {key: _plain(item) for key, item in value.items()}
+    raise TypeError
 
 
 def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
     """Raises StateError if the state of a parameter no longer fits it, before a step writes anything."""
-    use_muon, shapes = param_group["use_muon"], shapes_of(name, param, param_group)
-    for key, shape in shapes.items():
+    for key, shape in shapes_of(name, param, param_group).items():
         value = param_state.get(key)
         if value is None:
             continue
         check_kind(name, key, value, shape)
         if key in ("step", COUNTER):  # without the number of steps: reading it may wait for a device
             continue
-        if value.shape != shape or value.device != param.device:
+        same_dtype = param_group["use_muon"] or value.dtype == param.dtype
+        if value.shape != shape or value.device != param.device or not same_placement(param, value) or not same_dtype:
+            now, then = (f"{tuple(tensor.shape)} in {tensor.dtype} on {layout_text(name, tensor)}" for tensor in (param, value))
             raise StateError(
-                f"{name} is now {tuple(param.shape)} on {param.device}, its {key} is {tuple(value.shape)} on {value.device}. "
-                "Build a new optimizer after changing the shape or the device of parameters."
-            )
-        if not same_placement(param, value):
-            raise StateError(
-                f"{name} now lies on its mesh as {layout_text(name, param)}, its {key} as {layout_text(name, value)}. Build a "
-                "new optimizer after resharding parameters, and load the state of the old optimizer into it."
-            )
-        if not use_muon and value.dtype != param.dtype:
-            raise StateError(
-                f"{name} is now {param.dtype}, its {key} is {value.dtype}. Build a new optimizer after changing dtypes."
+                f"{name} is now {now}, its {key} is {then}. Build a new optimizer after resharding or converting parameters, and "
+                "load the state of the old optimizer into it."
             )
 
 

@@ -239,6 +239,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a function": ({"split": (4, 4)}, {"split": lambda name, shape: 4}),
     "expert_dims": ({"expert_dims": "in_out"}, {}),
     "conv": ({"conv": "flatten"}, {}),
+    "rule": ({"rule": "normuon"}, {}),
 }
 
 

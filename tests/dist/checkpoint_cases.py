@@ -12,13 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -28,7 +22,6 @@ from meshmuon.checkpoint import verify, write_manifest
 from meshmuon.errors import CheckpointError
 from tests.support.checkpoint_model import (
     GROUPS,
-    HALF,
     LAYOUTS,
     S0,
     S1,
@@ -41,7 +34,6 @@ from tests.support.checkpoint_model import (
     content,
     fresh,
     keys_and_shapes,
-    like,
     load_whole,
     train,
     trained,
@@ -49,6 +41,7 @@ from tests.support.checkpoint_model import (
     whole_state,
 )
 from tests.support.processes import Job
+from tests.support.tensors import bits, like, local
 
 
 def save(layout: str, folder: Path) -> None:
@@ -64,19 +57,23 @@ def save(layout: str, folder: Path) -> None:
         assert shape == {"step": (), "rule_memory": (*whole[:1], 1), "rounding_counter": (2,)}.get(key, whole)
     assert optimizer.plan().digest == digest
     dcp.save(state, checkpoint_id=folder / layout)
-    train(model, optimizer, range(SAVED, STEPS))  # saving disturbs nothing
-    compare(model, optimizer, STEPS)
+    check_continued(model, optimizer)  # saving disturbs nothing
 
 
-def load(source: str, target: str, folder: Path) -> None:
-    model, optimizer = fresh(target, momentum=0.5, nesterov=False)
-    state = whole_state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder / source)
-    load_whole(model, optimizer, state)
-    assert optimizer.param_groups[0]["momentum"] == 0.95
+def check_continued(model: Model, optimizer: Muon) -> None:
+    """Demands the state that was saved, and goes on to the end of the run that never stopped."""
     compare(model, optimizer, SAVED)
     train(model, optimizer, range(SAVED, STEPS))
     compare(model, optimizer, STEPS)
+
+
+def load(source: str, target: str, folder: Path, options: StateDictOptions | None = None) -> None:
+    model, optimizer = fresh(target, momentum=0.5, nesterov=False)
+    state = whole_state(model, optimizer, options)
+    dcp.load(state, checkpoint_id=folder / source)
+    load_whole(model, optimizer, state, options)
+    assert optimizer.param_groups[0]["momentum"] == 0.95
+    check_continued(model, optimizer)
 
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -96,23 +93,11 @@ def load_full(layout: str, folder: Path, options: StateDictOptions) -> None:
     if dist.get_rank() == 0 or not options.broadcast_from_rank0:
         state = torch.load(folder / "full.pt", weights_only=True)
     load_whole(model, optimizer, state, options)
-    compare(model, optimizer, SAVED)
-    train(model, optimizer, range(SAVED, STEPS))
-    compare(model, optimizer, STEPS)
+    check_continued(model, optimizer)
 
 
 def save_flat(layout: str, folder: Path) -> None:
     dcp.save(whole_state(*trained(layout), FLAT), checkpoint_id=folder / "flat")
-
-
-def load_flat(layout: str, folder: Path) -> None:
-    model, optimizer = fresh(layout)
-    state = whole_state(model, optimizer, FLAT)
-    dcp.load(state, checkpoint_id=folder / "flat")
-    load_whole(model, optimizer, state, FLAT)
-    compare(model, optimizer, SAVED)
-    train(model, optimizer, range(SAVED, STEPS))
-    compare(model, optimizer, STEPS)
 
 
 def plain(layout: str, folder: Path) -> None:
@@ -135,50 +120,43 @@ def plain(layout: str, folder: Path) -> None:
     saved = torch.load(file, weights_only=False)
     again.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
-    compare(again, resumed, SAVED)
-    train(again, resumed, range(SAVED, STEPS))
-    compare(again, resumed, STEPS)
-    assert resumed.plan().digest == continued_digest(model, optimizer)
-
-
-def continued_digest(model: Model, optimizer: Muon) -> str:
+    check_continued(again, resumed)
     train(model, optimizer, range(SAVED, STEPS))
-    return optimizer.plan().digest
+    assert resumed.plan().digest == optimizer.plan().digest
+
+
+def fresh_with_zeros(layout: str) -> tuple[Model, Muon]:
+    """Every second weight is −0."""
+    model, optimizer = fresh(layout)
+    with torch.no_grad():
+        for param in model.parameters():
+            (param.to_local() if isinstance(param, DTensor) else param).view(-1)[::2] = -0.0
+    return model, optimizer
 
 
 def creating_state(layout: str) -> None:
     """torch's zero-gradient step on a fresh optimizer: zeros, no step counted, weights as they were to the sign of a zero."""
-    model, optimizer = fresh(layout)
-    with torch.no_grad():
-        for param in model.parameters():
-            part = param.to_local() if isinstance(param, DTensor) else param
-            part.view(-1)[::2] = -0.0
+    model, optimizer = fresh_with_zeros(layout)
     before = content(model, optimizer)
     lrs = [float(group["lr"]) for group in optimizer.param_groups]
     agree(keys_and_shapes(get_optimizer_state_dict(model, optimizer)))
     after = content(model, optimizer)
-    for name, value in before.items():
-        assert torch.equal(bits(value), bits(after[name])), f"{name} changed"
-    created = {name: value for name, value in after.items() if name not in before}
+    check_same_bits(before, after)
+    created = {name: local(value) for name, value in after.items() if name not in before}
     counted = {name: value[1:] if name.endswith("rounding_counter") else value for name, value in created.items()}  # not the keys
     assert not any(bits(value).any() for value in counted.values())
     assert [float(group["lr"]) for group in optimizer.param_groups] == lrs
     assert all(param.grad is None for param in model.parameters())
     train(model, optimizer, range(2))
-    untouched, reference = fresh(layout)
-    with torch.no_grad():
-        for param in untouched.parameters():
-            part = param.to_local() if isinstance(param, DTensor) else param
-            part.view(-1)[::2] = -0.0
+    untouched, reference = fresh_with_zeros(layout)
     train(untouched, reference, range(2))
-    for name, value in content(untouched, reference).items():
-        assert torch.equal(bits(value), bits(content(model, optimizer)[name])), name
+    check_same_bits(content(untouched, reference), content(model, optimizer))
     assert optimizer.plan().digest == reference.plan().digest
 
 
-def bits(value: Tensor) -> Tensor:
-    part = value.to_local() if isinstance(value, DTensor) else value
-    return part.contiguous().view(torch.int16 if part.dtype == HALF else torch.int32)
+def check_same_bits(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(bits(local(value)), bits(local(actual[name]))), name
 
 
 def expect(text: str, action: Callable[[], object], kind: type[Exception] = StateError) -> None:
@@ -222,8 +200,7 @@ def wrong_states(layout: str) -> None:
     expect("set_optimizer_state_dict reshards it", edited(lambda state: state[wq].update(momentum_buffer=recut)))
     expect("norm.weight is optimized by AdamW and needs", edited(lambda state: state[norm].pop("exp_avg_sq")))
     expect("few.weight trains, but the state_dict has nothing", edited(lambda state: state.pop(few)))
-    for name, value in content(model, optimizer).items():
-        assert torch.equal(bits(value), bits(before[name])), f"{name} was written"
+    check_same_bits(before, content(model, optimizer))
     assert str(optimizer.state_dict()["param_groups"]) == groups
     train(model, optimizer, range(SAVED, STEPS))
     compare(model, optimizer, STEPS)
@@ -287,7 +264,7 @@ def save_replicas(folder: Path) -> None:
     expect("call optimizer.consolidate() on every rank", optimizer.state_dict)
     expect("call optimizer.consolidate()", lambda: get_optimizer_state_dict(model, optimizer))
     optimizer.consolidate()
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = whole_state(model, optimizer)
     agree(keys_and_shapes(state["optimizer"]))
     assert set(state["optimizer"]["state"]) == set(model)
     dcp.save(state, checkpoint_id=folder / "replicas")
@@ -301,11 +278,9 @@ def save_replicas(folder: Path) -> None:
 
 def load_replicas(folder: Path, *, full: bool) -> None:
     model, optimizer = replicas(seed=2)
-    options = FULL if full else None
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = whole_state(model, optimizer)
     dcp.load(state, checkpoint_id=folder / "replicas")
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    load_whole(model, optimizer, state, FULL if full else None)
     step_replicas(model, optimizer, range(SAVED, STEPS))
     optimizer.consolidate()
     wanted = torch.load(folder / "replicas.pt")
@@ -331,7 +306,7 @@ def jobs() -> dict[str, Job]:
     listed["full, loaded on TP×FSDP 2×2, from all ranks"] = Job(4, partial(load_full, "TP×FSDP 2×2", options=FULL))
     listed["full, loaded on 1 rank"] = Job(1, partial(load_full, "1 rank", options=FULL))
     listed["flattened, saved on FSDP2 × 4"] = Job(4, partial(save_flat, "FSDP2 × 4"))
-    listed["flattened, loaded on FSDP2 × 2"] = Job(2, partial(load_flat, hub))
+    listed["flattened, loaded on FSDP2 × 2"] = Job(2, partial(load, "flat", hub, options=FLAT))
     for layout in ("1 rank", hub, "TP×FSDP 2×2", "EP×FSDP 2×2"):
         listed[f"plain state_dict on {layout}"] = Job(LAYOUTS[layout][0], partial(plain, layout))
         listed[f"creating state on {layout}"] = Job(LAYOUTS[layout][0], lambda _, layout=layout: creating_state(layout))

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshmuon import Muon
 from meshmuon.agree.node_view import RANKS_PER_NODE
-from meshmuon.errors import ConfigError, GradientError, MeshmuonError, PlanError
+from meshmuon.errors import ConfigError, MeshmuonError, PlanError
 from tests.dist.reference_layouts import random_layouts_on_the_reference_path
 from tests.dist.test_nonfinite import GUARDED, check_guard
-from tests.support.cases import Case, Param, check, check_missing, held_by, initial, place, sharded, single
+from tests.support.cases import Case, Param, check, check_missing, held_by, place, sharded, single
 from tests.support.counting import counted
 from tests.support.nets import Net, build_net, check_module, optimizer_of, split_by_layer, tp_and_fsdp
 from tests.support.processes import Job
@@ -198,23 +198,6 @@ def missing_gradient_on_one_rank() -> None:
     check_missing(case, mesh, without_gradient={(1, 0): {1}, (3, 0): {0, 2}, (2, 2): {1}})
 
 
-def replicas_that_disagree() -> None:
-    """A gradient on one replica only: the same words on every rank, nothing written."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    case = Case((Param((6, 4), 0, (R,)), Param((8, 4), 0, (S0,))))
-    params = [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))]
-    optimizer = Muon([{"params": params, "names": ["one", "two"], "use_muon": True}], replicas="share")
-    before = [local(p) for p in params]
-    params[1].grad = torch.ones_like(params[1])
-    if dist.get_rank() == 1:
-        params[0].grad = torch.ones_like(params[0])
-    text = error_of(optimizer.step, GradientError)
-    assert "one has a gradient on rank 1 and none on rank 0" in text
-    assert_same_everywhere(text)
-    for param, old in zip(params, before, strict=True):
-        same(local(param), old, "written by a refused step")
-
-
 def error_of(call: Callable[[], object], kind: type[MeshmuonError]) -> str:
     try:
         call()
@@ -290,7 +273,6 @@ CASES: dict[str, tuple[int, Callable[[], object]]] = {  # name: number of ranks,
     "relays": (4, relays),
     "little memory": (4, partial(placed, (4,), tuple(Param((6, 5), 0, (S0,)) for _ in range(6)), memory_budget=1)),
     "a gradient is missing on one rank": (3, missing_gradient_on_one_rank),
-    "replicas that disagree": (3, replicas_that_disagree),
 }
 
 

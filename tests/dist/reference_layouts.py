@@ -8,31 +8,24 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon.errors import UnsupportedError
 from tests.support.cases import Case, Param, check, place, single
+from tests.support.layouts import random_placement
 
 CASES = 24
-
-
-def placement(rng: random.Random, dims: int) -> Any:
-    dim = rng.randrange(dims)
-    return rng.choice([Replicate(), Shard(dim), Shard(dim), _StridedShard(dim, split_factor=rng.randint(2, 4))])
 
 
 def param(rng: random.Random, axes: int) -> Param:
     dims = rng.choice([2, 2, 3])
     shape = tuple(rng.choice([1, 2, 3, 4, 5, 6, 8, 9, 11, 17]) for _ in range(dims))
     dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
-    return Param(shape, 0, tuple(placement(rng, dims) for _ in range(axes)), dtype)
+    return Param(shape, 0, tuple(random_placement(rng, dims) for _ in range(axes)), dtype)
 
 
 def gathers(case: Case, mesh: DeviceMesh, k: int) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.support.counting import counted
 from tests.support.tensors import same
 from tests.support.threads import run_threads
 
+_Muon = TypeVar("_Muon", bound=Muon)
 STEPS = 4
 SHAPES = [(6, 4), (4, 9), (6, 4), (5, 5), (1, 7), (7, 1), (3, 4, 5), (8, 3), (12, 4)]
 NAMES = ["a", "b", "c", "d", "e", "f", "experts.g", "qkv", "gate_up"]
@@ -34,7 +36,7 @@ def seeded(shape: tuple[int, ...], *seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(number))
 
 
-def build(kind: type[Muon], shapes: list[tuple[int, ...]], **options: Any) -> tuple[list[nn.Parameter], Muon]:
+def build(kind: type[_Muon], shapes: list[tuple[int, ...]], **options: Any) -> tuple[list[nn.Parameter], _Muon]:
     params = [nn.Parameter(seeded(shape, 9, k)) for k, shape in enumerate(shapes)]
     split = {"split": lambda name, shape: SPLITS.get(name), "expert_keys": ["experts"]}
     group = {"params": params, "names": NAMES[: len(params)], "use_muon": True}
@@ -48,40 +50,59 @@ def average(grads: list[Tensor]) -> Tensor:
     return total / len(grads)
 
 
-def unused(step: int, k: int) -> bool:
-    return (step, k) in {(1, 0), (2, 3)}
+Has = Callable[[int, int], bool]  # (step, parameter): whether it has a gradient then
 
 
-def one_device(world: int) -> tuple[list[Tensor], list[Tensor]]:
-    params, optimizer = build(Muon, SHAPES, adjust_lr_fn="original", weight_decay=0.0)
-    for step in range(STEPS):
+def usually(step: int, k: int) -> bool:
+    return (step, k) not in {(1, 0), (2, 3)}
+
+
+def give(params: list[nn.Parameter], step: int, rank: int, has: Has = usually) -> None:
+    """The gradients of one rank."""
+    for k, param in enumerate(params):
+        param.grad = seeded(tuple(param.shape), step, k, rank) if has(step, k) else None
+
+
+def one_device(
+    world: int, shapes: list[tuple[int, ...]] = SHAPES, steps: Iterable[int] = range(STEPS), has: Has = usually
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights and momenta of ``Muon`` on averaged gradients."""
+    params, optimizer = build(Muon, shapes, adjust_lr_fn="original", weight_decay=0.0)
+    for step in steps:
         for k, param in enumerate(params):
-            param.grad = None if unused(step, k) else average([seeded(SHAPES[k], step, k, rank) for rank in range(world)])
+            averaged = average([seeded(shapes[k], step, k, rank) for rank in range(world)])
+            param.grad = averaged if has(step, k) else None
         optimizer.step()
     return [p.detach().clone() for p in params], [optimizer.state[p]["momentum_buffer"].clone() for p in params]
 
 
-@pytest.mark.parametrize("world", [2, 11])
+def check(optimizer: DistMuon, params: list[nn.Parameter], expected: tuple[list[Tensor], list[Tensor]]) -> None:
+    """Demands the weights and momenta of one device."""
+    optimizer.consolidate()
+    for k, (param, weight, momentum) in enumerate(zip(params, *expected, strict=True)):
+        same(param.detach(), weight, f"parameter {k}")
+        same(optimizer.state[param]["momentum_buffer"], momentum, f"momentum {k}")
+
+
+@pytest.mark.parametrize("world", [1, 2, 11])
 def test_equals_one_device_on_averaged_gradients(world: int) -> None:
-    """With the defaults of DistMuon, and momentum on owners only; ``test_cases.py`` draws the rest."""
-    expected, momentum = one_device(world)
+    """With the defaults of DistMuon, and momentum on owners only; ``test_cases.py`` draws the rest. One rank needs no group."""
+    expected = one_device(world)
 
     def main(rank: int) -> None:
         params, optimizer = build(DistMuon, SHAPES)
         for step in range(STEPS):
-            for k, param in enumerate(params):
-                param.grad = None if unused(step, k) else seeded(SHAPES[k], step, k, rank)
+            give(params, step, rank)
             optimizer.step()
-        for k, (param, wanted) in enumerate(zip(params, expected, strict=True)):
-            same(param.detach(), wanted, f"parameter {k}")
         owned = {task.param for task in optimizer.plan().tasks if task.owner == rank}
         kept = {k for k, param in enumerate(params) if "momentum_buffer" in optimizer.state[param]}
-        assert len(kept) <= len(owned) + 1  # the two parts of qkv are one parameter
-        optimizer.consolidate()
-        for k, (param, wanted) in enumerate(zip(params, momentum, strict=True)):
-            same(optimizer.state[param]["momentum_buffer"], wanted, f"momentum {k}")
+        assert world == 1 or len(kept) <= len(owned) + 1  # the two parts of qkv are one parameter
+        check(optimizer, params, expected)
 
-    run_threads(world, main)
+    if world == 1:
+        main(0)
+    else:
+        run_threads(world, main)
 
 
 def test_a_matrix_is_orthogonalised_once_and_bytes_are_those_of_an_all_reduce() -> None:
@@ -89,9 +110,8 @@ def test_a_matrix_is_orthogonalised_once_and_bytes_are_those_of_an_all_reduce() 
     world = 4
 
     def main(rank: int) -> None:
-        params, optimizer = build(DistMuon, shapes[:8])
-        for k, param in enumerate(params):
-            param.grad = seeded(shapes[k], 0, k, rank)
+        params, optimizer = build(DistMuon, shapes)
+        give(params, 0, rank)
         optimizer.step()
         plan = optimizer.plan()
         assert len({(task.param, task.matrix) for task in plan.tasks}) == len(plan.tasks) == 9  # qkv is two
@@ -101,19 +121,6 @@ def test_a_matrix_is_orthogonalised_once_and_bytes_are_those_of_an_all_reduce() 
         run_threads(world, main)
     elements = sum(rows * cols for rows, cols in shapes)
     assert sum(wire.elements.values()) == 2 * (world - 1) * elements  # 2 (W − 1)/W of the parameters per rank
-
-
-def test_one_process_is_the_plain_optimizer() -> None:
-    expected, momentum = one_device(1)
-    params, optimizer = build(DistMuon, SHAPES)
-    for step in range(STEPS):
-        for k, param in enumerate(params):
-            param.grad = None if unused(step, k) else seeded(SHAPES[k], step, k, 0)
-        optimizer.step()
-    optimizer.consolidate()
-    for k, param in enumerate(params):
-        same(param.detach(), expected[k], f"parameter {k}")
-        same(optimizer.state[param]["momentum_buffer"], momentum[k], f"momentum {k}")
 
 
 def test_bare_matrices_and_adamw_groups() -> None:
@@ -153,31 +160,21 @@ def test_dtensors_are_refused() -> None:
 
 
 def test_groups_may_change_their_order_and_momentum_its_dtype() -> None:
-    def main(rank: int) -> list[Tensor]:
-        params = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(4, 4))]
-        optimizer = DistMuon([{"params": [p], "names": [str(k)], "use_muon": True} for k, p in enumerate(params)])
-        for step in range(4):
-            for k, param in enumerate(params):
-                param.grad = seeded(tuple(param.shape), step, k, rank)
+    expected = one_device(2, SHAPES[:3])
+
+    def main(rank: int) -> None:
+        params, _ = build(DistMuon, SHAPES[:3])
+        optimizer = DistMuon([{"params": [p], "names": [str(k)], "use_muon": True} for k, p in enumerate(params)], lr=0.02)
+        for step in range(STEPS):
+            give(params, step, rank)
             optimizer.step()
             if step == 1:
                 optimizer.param_groups.reverse()
                 for group in optimizer.param_groups:
                     group["momentum_dtype"] = torch.bfloat16  # for new buffers only
-        optimizer.consolidate()
-        return [*(p.detach() for p in params), *(optimizer.state[p]["momentum_buffer"] for p in params)]
+        check(optimizer, params, expected)
 
-    first, second = run_threads(2, main)
-    expected = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(4, 4))]
-    optimizer = Muon([{"params": expected, "use_muon": True}], lr=0.02, adjust_lr_fn="original", weight_decay=0.0)
-    for step in range(4):
-        for k, param in enumerate(expected):
-            param.grad = average([seeded(tuple(param.shape), step, k, rank) for rank in range(2)])
-        optimizer.step()
-    wanted = [*(p.detach() for p in expected), *(optimizer.state[p]["momentum_buffer"] for p in expected)]
-    for mine in (first, second):
-        for k, (one, other) in enumerate(zip(mine, wanted, strict=True)):
-            same(one, other, f"tensor {k}")
+    run_threads(2, main)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +216,7 @@ def test_all_gradients_are_on_their_way_before_the_first_is_waited_for(monkeypat
 
     def main(rank: int) -> None:
         params, optimizer = build(DistMuon, [(6, 4)] * 7, chunk_size=1)
-        for k, param in enumerate(params):
-            param.grad = seeded((6, 4), k)
+        give(params, 0, rank)
         optimizer.step()
 
     run_threads(2, main)
@@ -233,8 +229,7 @@ def test_a_state_that_lacks_what_others_own_is_not_saved() -> None:
     def main(rank: int) -> None:
         params, optimizer = build(DistMuon, SHAPES[:4])
         assert optimizer.state_dict()["state"] == {}  # nothing is missing before the first step
-        for k, param in enumerate(params):
-            param.grad = seeded(SHAPES[k], 0, k, rank)
+        give(params, 0, rank)
         optimizer.step()
         with pytest.raises(StateError, match="consolidate"):
             optimizer.state_dict()
@@ -252,8 +247,7 @@ def test_a_copy_that_lacks_what_others_own_neither_steps_nor_saves() -> None:
 
     def main(rank: int) -> None:
         params, optimizer = build(DistMuon, SHAPES[:4])
-        for k, param in enumerate(params):
-            param.grad = seeded(SHAPES[k], 0, k, rank)
+        give(params, 0, rank)
         optimizer.step()
         twin = copy.deepcopy(optimizer)
         twin.replica_group = dist.group.WORLD
@@ -279,19 +273,13 @@ def test_momentum_survives_a_step_that_could_not_be_prepared(monkeypatch: pytest
         prepare(self, plan, rank, work, exchange)
 
     monkeypatch.setattr(DataParallelExecutor, "prepare", short_of_memory)
-    expected, optimizer = build(Muon, shapes, adjust_lr_fn="original", weight_decay=0.0)
-    for step in (0, 2):
-        for k, param in enumerate(expected):
-            averaged = average([seeded(shapes[k], step, k, rank) for rank in range(2)])
-            param.grad = averaged if k in given[step] else None
-        optimizer.step()
+    expected = one_device(2, shapes, (0, 2), lambda step, k: k in given[step])
 
     def main(rank: int) -> list[dict[int, int]]:
         params, optimizer = build(DistMuon, shapes)
         owners = []
         for step in range(3):
-            for k, param in enumerate(params):
-                param.grad = seeded(shapes[k], step, k, rank) if k in given[step] else None
+            give(params, step, rank, lambda step, k: k in given[step])
             fails[rank] = step == 1
             if step == 1:
                 with pytest.raises((MeshmuonError, MemoryError)):
@@ -299,8 +287,7 @@ def test_momentum_survives_a_step_that_could_not_be_prepared(monkeypatch: pytest
                 continue
             optimizer.step()
             owners.append({k: task.owner for k, task in zip(sorted(given[0] | given[step]), optimizer.plan().tasks, strict=True)})
-        for k, (param, wanted) in enumerate(zip(params, expected, strict=True)):
-            same(param.detach(), wanted.detach(), f"parameter {k}")
+        check(optimizer, params, expected)
         return owners
 
     before, after = run_threads(2, main)[0]
@@ -311,8 +298,7 @@ def test_momentum_survives_a_step_that_could_not_be_prepared(monkeypatch: pytest
 def test_gradients_are_freed_only_where_asked(none_grad: bool) -> None:
     def main(rank: int) -> None:
         params, optimizer = build(DistMuon, SHAPES[:3], none_grad=none_grad)
-        for k, param in enumerate(params):
-            param.grad = seeded(SHAPES[k], 0, k, rank)
+        give(params, 0, rank)
         optimizer.step()
         assert all((param.grad is None) is none_grad for param in params)
 

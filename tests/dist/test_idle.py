@@ -102,31 +102,27 @@ def traced(
     return run_threads(world, main)
 
 
-def test_ranks_that_lack_the_same_gradients_do_not_compare_notes() -> None:
-    ranks = traced(Case(FOUR, steps=8), lambda rank, step, k: step == 0 or (step + k) % 3 != 0)
-    assert ranks == [([], [0])] * 3
+# Steps, who has a gradient when, the steps in which all ranks compare notes, and those in which they prepare a plan.
+TRACES: dict[str, tuple[int, Has, list[int], list[int]]] = {
+    "all lack the same": (8, lambda rank, step, k: step == 0 or (step + k) % 3 != 0, [], [0]),
+    # They compare when it begins to differ and when it stops; the plan stays.
+    "one differs for a step": (8, lambda rank, step, k: not (rank == 1 and step == 3 and k < 2), [3, 4], [0]),
+    "one differs for good": (8, lambda rank, step, k: not (rank == 1 and step >= 3 and k == 0), [3], [0]),
+    # Once they differ, every change on any rank makes them compare: replicas might have come apart.
+    "one differs while others come and go": (
+        7,
+        lambda rank, step, k: not (rank == 1 and k == 0) and (step < 4 or k != 2),
+        [0, 4],
+        [0],
+    ),
+    "a first gradient on one rank alone": (7, lambda rank, step, k: k > 0 or (step >= 2 and rank == 2), [2], [0, 2]),
+}
 
 
-def test_a_rank_that_differs_for_a_step() -> None:
-    """They compare when it begins to differ and when it stops; the plan stays."""
-    ranks = traced(Case(FOUR, steps=8), lambda rank, step, k: not (rank == 1 and step == 3 and k < 2))
-    assert ranks == [([3, 4], [0])] * 3
-
-
-def test_a_rank_that_differs_for_good() -> None:
-    ranks = traced(Case(FOUR, steps=8), lambda rank, step, k: not (rank == 1 and step >= 3 and k == 0))
-    assert ranks == [([3], [0])] * 3
-
-
-def test_a_rank_that_differs_while_others_come_and_go() -> None:
-    """Once they differ, every change on any rank makes them compare: replicas might have come apart."""
-    ranks = traced(Case(FOUR, steps=7), lambda rank, step, k: not (rank == 1 and k == 0) and (step < 4 or k != 2))
-    assert ranks == [([0, 4], [0])] * 3
-
-
-def test_a_first_gradient_on_one_rank_alone() -> None:
-    ranks = traced(Case(FOUR, steps=7), lambda rank, step, k: k > 0 or (step >= 2 and rank == 2))
-    assert ranks == [([2], [0, 2])] * 3
+@pytest.mark.parametrize("name", TRACES)
+def test_when_ranks_compare_notes_and_plan(name: str) -> None:
+    steps, has, compared, prepared = TRACES[name]
+    assert traced(Case(FOUR, steps=steps), has) == [(compared, prepared)] * 3
 
 
 def test_parameters_that_only_one_rank_knows() -> None:
@@ -172,7 +168,7 @@ def test_replicas_still_need_equal_gradients() -> None:
     """Two replicas of each shard: one without a gradient would diverge. Nothing is written, and the next step is exact."""
     case = Case((Param((6, 5), 0, (R, S0)), Param((5, 5), 0, (R, S0))))
 
-    def main(rank: int) -> None:
+    def main(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2, 2))
         params = [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))]
         optimizer = build(case, params, none_grad=False)
@@ -186,11 +182,14 @@ def test_replicas_still_need_equal_gradients() -> None:
         if rank == 3:
             params[0].grad = None
         for _ in range(2):
-            with pytest.raises(GradientError, match="which hold the same elements"):
+            with pytest.raises(GradientError, match="which hold the same elements") as caught:
                 optimizer.step()
             assert_bits(everything(optimizer), before)
+        return str(caught.value)
 
-    run_threads(4, main)
+    texts = run_threads(4, main)
+    assert len(set(texts)) == 1
+    assert "has a gradient on rank 1 and none on rank 3" in texts[0]
 
 
 def test_data_parallel_after_a_step_that_was_skipped() -> None:

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_map_only
 from meshmuon import MeshmuonError, Muon, get_default_muon_param_groups
 from meshmuon.device import Transfers
 from meshmuon.optim import offload
-from tests.support.cases import Case, Param, build, gradient, initial, place, single
-from tests.support.random_layouts import Layouts
+from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
 
@@ -99,9 +98,6 @@ def test_checkpoints_through_torch_s_own_functions() -> None:
 
 def test_one_rank_that_cannot_bring_its_state_back_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others hear of it instead of waiting, nothing is stepped, and the next step goes on."""
-    case = Case((Param((6, 4), 0, (S0,)), Param((5,), 0, (S0,), muon=False)), {}, 3)
-    expected = single(case)
-
     failing: set[str] = set()
 
     class Full(Transfers):
@@ -114,15 +110,11 @@ def test_one_rank_that_cannot_bring_its_state_back_stops_all(monkeypatch: pytest
 
     def main(rank: int) -> None:
         threading.current_thread().name = f"rank {rank}"
-        (mesh,) = Layouts((3,)).build()
-        params = [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))]
-        optimizer = build(case, params, none_grad=False)
+        params = initial(world_mesh())
+        optimizer = muon_of(params, none_grad=False)
         optimizer.turn_on_cpu_offload()
-        for step in range(case.steps):
-            for k, param in enumerate(params):
-                value = gradient(case, step, k)
-                assert value is not None
-                param.grad = place(case, [mesh], k, value)
+        for step in range(3):
+            give_gradients(params, step)
             if step == 2:
                 if rank == 1:
                     failing.add("rank 1")
@@ -130,7 +122,7 @@ def test_one_rank_that_cannot_bring_its_state_back_stops_all(monkeypatch: pytest
                     optimizer.step()
                 failing.discard(f"rank {rank}")
             optimizer.step()
-        for k, param in enumerate(params):
-            same(local(param), local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
+        assert_equal(params, expected)
 
+    expected = after(3)
     run_threads(3, main)

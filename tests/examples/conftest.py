@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples"
+DEMO = EXAMPLES / "train_gpt.py"
 sys.path.insert(0, str(EXAMPLES))
 
 
@@ -22,6 +26,16 @@ def write_sources(root: Path) -> Path:
         (root / skipped / "left_out.py").write_text("LEFT_OUT = True\n")
     (root / "notes.txt").write_text("LEFT_OUT too")
     return root
+
+
+def run_folder(out: Path) -> Path:
+    """The only run below the demo's ``--out``."""
+    (folder,) = (path for path in out.iterdir() if path.is_dir() and not path.is_symlink())
+    return folder
+
+
+def log_of(out: Path) -> dict[str, Any]:
+    return dict(json.loads((run_folder(out) / "log.json").read_text()))
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import train_gpt
 from demo import compare, data, health, model, progress, report, train
 from tests.support.scripts import Completed, run_script
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-DEMO = REPOSITORY / "examples" / "train_gpt.py"
+from .conftest import DEMO, REPOSITORY, log_of, run_folder
+
 SIZES = (
     "--d-model 16 --layers 1 --heads 2 --d-ff 32 --seq-len 16 --batch-size 4 --steps 6 --warmup-steps 1 --eval-every 2 "
     "--eval-windows 4 --valid-fraction 0.3 --device cpu --threads 1"
@@ -34,15 +34,6 @@ def tiny(source_folder: Path, tmp_path: Path) -> list[str]:
 
 def run_demo(flags: list[str]) -> Completed:
     return run_script(DEMO, *flags, environment={**os.environ, "PYTHONPATH": str(REPOSITORY)})
-
-
-def run_folder(out: Path) -> Path:
-    (folder,) = (path for path in out.iterdir() if path.is_dir() and not path.is_symlink())
-    return folder
-
-
-def log_of(out: Path) -> dict[str, Any]:
-    return dict(json.loads((run_folder(out) / "log.json").read_text()))
 
 
 # Whole runs

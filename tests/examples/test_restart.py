@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ import pytest
 
 import train_gpt
 from demo import checkpoints, progress
-from tests.examples.conftest import write_sources
 from tests.support.injector import await_files
 from tests.support.scripts import run_script, run_script_on_ranks
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-DEMO = REPOSITORY / "examples" / "train_gpt.py"
+from .conftest import DEMO, REPOSITORY, log_of, run_folder, write_sources
+
 KILLED = REPOSITORY / "tests" / "examples" / "killed_worker.py"
 TORCHRUN = ("-m", "torch.distributed.run")
 # 12 sequences divide over 1, 2, 3 and 4 processes. Checkpoints after steps 3, 6, 9 and 12, evaluations after 4, 8 and 12.
@@ -69,16 +68,6 @@ def together(count: int, *arguments: str) -> tuple[list[int], str]:
     """So many processes of one run, as a launcher would start them; their exit codes and what the first one printed."""
     ranks = run_script_on_ranks(count, DEMO, *arguments, environment=environment())
     return [rank.returncode for rank in ranks], ranks[0].stdout
-
-
-def run_folder(out: Path) -> Path:
-    (folder,) = (path for path in out.iterdir() if path.is_dir() and not path.is_symlink())
-    return folder
-
-
-def log_of(out: Path) -> Log:
-    found: Log = json.loads((run_folder(out) / "log.json").read_text())
-    return found
 
 
 def losses(log: Log, name: str) -> list[float]:
@@ -176,25 +165,23 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(
 # One process: what is kept, what is refused
 
 
-class Stopped:
-    """Ctrl-C when a contender has done so many steps."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch = monkeypatch
-
-    def main(self, arguments: list[str], title: str = "meshmuon", after: int = KILLED_BEFORE) -> None:
-        def step(shown: progress.PlainProgress, done: int, *_: float | None) -> None:
-            if (shown.title, done) == (title, after):
-                raise KeyboardInterrupt
-
-        with self._patch.context() as patch:
-            patch.setattr(progress.PlainProgress, "step", step)
-            assert train_gpt.main(arguments) == train_gpt.INTERRUPTED
+Stop = Callable[..., None]
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
-    return Stopped(monkeypatch)
+def stop(monkeypatch: pytest.MonkeyPatch) -> Stop:
+    """Runs the demo until Ctrl-C, when meshmuon has done so many steps."""
+
+    def main(arguments: list[str], after: int = KILLED_BEFORE) -> None:
+        def step(shown: progress.PlainProgress, done: int, *_: float | None) -> None:
+            if (shown.title, done) == ("meshmuon", after):
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(progress.PlainProgress, "step", step)
+            assert train_gpt.main(arguments) == train_gpt.INTERRUPTED
+
+    return main
 
 
 @pytest.fixture
@@ -219,9 +206,9 @@ def kept(out: Path) -> list[str]:
 
 
 def test_ctrl_c_goes_on_in_the_same_folder_and_a_finished_run_is_not_touched(
-    alone: list[str], stopped: Stopped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    alone: list[str], stop: Stop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped.main(alone)
+    stop(alone)
     assert "The same command goes on from the last checkpoint" in capsys.readouterr().out
     assert kept(tmp_path / "runs") == ["step-000003", "step-000006"]
     assert train_gpt.main(alone) == 0
@@ -231,8 +218,8 @@ def test_ctrl_c_goes_on_in_the_same_folder_and_a_finished_run_is_not_touched(
     assert resumed(log) == {"muon": [(6, 1)]}
     before = files_below(run_folder(tmp_path / "runs"))
     first = run_folder(tmp_path / "runs")
-    stopped.main(alone)  # the first has come to its end: this is a new one, from its start
-    stopped.main([*alone, "--lr", "0.01"])  # other options: a new one, too
+    stop(alone)  # the first has come to its end: this is a new one, from its start
+    stop([*alone, "--lr", "0.01"])  # other options: a new one, too
     assert len([path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]) == 3
     assert files_below(first) == before
 
@@ -255,9 +242,9 @@ def half_written(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [flip_a_bit, half_written], ids=lambda one: one.__name__)
 def test_a_damaged_checkpoint_is_passed_over(
-    damage: Any, alone: list[str], stopped: Stopped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Any, alone: list[str], stop: Stop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped.main(alone)
+    stop(alone)
     newest = run_folder(tmp_path / "runs") / checkpoints.FOLDER / "muon" / "step-000006"
     damage(newest)
     capsys.readouterr()
@@ -279,11 +266,11 @@ def test_a_damaged_checkpoint_is_passed_over(
     ],
 )
 def test_checkpoints_of_other_options_are_refused_and_left_alone(
-    flags: str, message: str, alone: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], stopped: Stopped
+    flags: str, message: str, alone: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], stop: Stop
 ) -> None:
     folder = tmp_path / "kept"
     named = [*alone, "--checkpoint-dir", str(folder)]
-    stopped.main(named, after=4)
+    stop(named, after=4)
     before = files_below(tmp_path)
     with pytest.raises(SystemExit) as end:
         train_gpt.main([*named, *flags.split()])

@@ -11,7 +11,8 @@ import pytest
 import train_moe
 from tests.support.scripts import run_script
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from .conftest import EXAMPLES, REPOSITORY
+
 FLAGS = "--d-model 16 --d-ff 32 --layers 1 --heads 2 --seq-len 16 --batch-size 4 --steps 3 --valid-fraction 0.3 --device cpu"
 
 
@@ -32,7 +33,7 @@ def test_two_processes_learn_what_one_does(
     alone = capsys.readouterr().out
     assert "one process" in alone
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = run_script(REPOSITORY / "examples" / "train_moe.py", *flags, "--nproc", "2", environment=variables)
+    done = run_script(EXAMPLES / "train_moe.py", *flags, "--nproc", "2", environment=variables)
     assert done.returncode == 0, done.stderr
     assert f"experts, top 2, 3 steps of 4 × 16 bytes, 2 processes, {how}" in done.stdout
     assert "over 2 ranks" in done.stdout

@@ -9,7 +9,7 @@ that is rank 1, as torch's threaded process group does the work of its collectiv
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -88,28 +88,40 @@ def state_bytes(optimizer: Muon) -> int:
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
 
 
-@pytest.mark.parametrize("options", FORMS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_later_steps_allocate_nothing(options: dict[str, Any], dtype: torch.dtype) -> None:
-    params, optimizer = build(SHAPES, dtype, **options)
+Lacks = Callable[[int, int], bool]  # (step, parameter): whether it has no gradient then
+
+
+def check_steady(
+    params: list[nn.Parameter],
+    optimizer: Muon,
+    lacks: Lacks = lambda step, k: False,
+    *,
+    largest: int = SCALAR,
+    peak: int = SCALAR,
+) -> None:
+    """Demands that steps after the first allocate no more, keep nothing, and leave the workspace as it is."""
     measure(optimizer, params, 0)
     held = optimizer.workspace_bytes()
     assert held > 0
-    for step in (1, 2):
-        assert measure(optimizer, params, step).largest <= SCALAR
+    for step in range(1, 5):
+        set_gradients(params, [None if lacks(step, k) else grad for k, grad in enumerate(gradients(params, step))])
+        memory = measure_step(optimizer)
+        assert memory.largest <= largest
+        assert memory.peak <= max(peak, 4 * SCALAR)
+        assert memory.kept <= SCALAR
         assert optimizer.workspace_bytes() == held
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_later_steps_allocate_nothing(options: dict[str, Any], dtype: torch.dtype) -> None:
+    check_steady(*build(SHAPES, dtype, **options))
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (9, 9), (3, 4, 5)], ids=str)
 def test_many_small_matrices_allocate_nothing(shape: tuple[int, ...]) -> None:
     """They are stacked in the workspace, whichever of them have gradients."""
-    params, optimizer = build((shape,) * 40)
-    measure(optimizer, params, 0)
-    held = optimizer.workspace_bytes()
-    for step in range(1, 5):
-        set_gradients(params, [None if step > 2 and k % 3 == step % 3 else g for k, g in enumerate(gradients(params, step))])
-        assert measure_step(optimizer).largest <= SCALAR
-        assert optimizer.workspace_bytes() == held
+    check_steady(*build((shape,) * 40), lacks=lambda step, k: step > 2 and k % 3 == step % 3)
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"rule": "normuon"}, {"deterministic": True}], ids=str)
@@ -117,12 +129,8 @@ def test_changing_gradients_allocate_nothing(options: dict[str, Any]) -> None:
     """Every step another third of the parameters has no gradient."""
     params, optimizer = build(SHAPES, **options)
     measure(optimizer, params, 0)
-    largest = measure(optimizer, params, 1).largest  # rules make temporaries
-    held = optimizer.workspace_bytes()
-    for step in range(2, 6):
-        set_gradients(params, [None if k % 3 == step % 3 else grad for k, grad in enumerate(gradients(params, step))])
-        assert measure_step(optimizer).largest <= max(SCALAR, largest)
-        assert optimizer.workspace_bytes() == held
+    _, peak, _ = memory = measure(optimizer, params, 1)  # rules make temporaries
+    check_steady(params, optimizer, lambda step, k: k % 3 == step % 3, largest=max(SCALAR, memory.largest), peak=peak)
 
 
 @pytest.mark.parametrize("form", ["standard", "gram"])
@@ -140,39 +148,22 @@ def test_the_first_step_allocates_state_and_workspace_and_no_more(form: str) -> 
 
 def test_half_precision_parameters_keep_nothing() -> None:
     """torch casts mixed operands through temporaries on CPU: one matrix at a time, and none outlives the step."""
+    matrix = 40 * 40 * 4
     params, optimizer = build(((40, 40), (24, 64), (24, 64)), torch.bfloat16, momentum_dtype=torch.float32)
-    measure(optimizer, params, 0)
-    held = optimizer.workspace_bytes()
-    for step in (1, 2):
-        memory = measure(optimizer, params, step)
-        assert memory.kept <= SCALAR
-        assert memory.peak <= 2 * 40 * 40 * 4 + 4 * SCALAR
-        assert optimizer.workspace_bytes() == held
+    check_steady(params, optimizer, largest=matrix, peak=2 * matrix + 4 * SCALAR)
 
 
 @pytest.mark.parametrize("options", [{}, {"cautious_weight_decay": True}, {"lr": torch.tensor(0.005)}], ids=str)
 def test_bfloat16_weights_are_formed_in_kept_memory(options: dict[str, Any]) -> None:
-    params, optimizer = build(SHAPES, torch.bfloat16, nesterov=False, **options)
-    measure(optimizer, params, 0)
-    held = optimizer.workspace_bytes()
-    for step in (1, 2):
-        assert measure(optimizer, params, step).largest <= SCALAR
-        assert optimizer.workspace_bytes() == held
+    check_steady(*build(SHAPES, torch.bfloat16, nesterov=False, **options))
 
 
 def test_random_bits_take_a_word_per_row_and_column() -> None:
     """Beside the kept memory of a chunk: a few vectors of 8 bytes per row and per column of one matrix at a time."""
     params = make_params(*SHAPES, dtype=torch.bfloat16)
-    written = [group(params, prefix="experts")]
-    optimizer = Muon(written, lr=LR, expert_keys=["experts"], none_grad=False, nesterov=False, rounding="stochastic")
-    measure(optimizer, params, 0)
-    held = optimizer.workspace_bytes()
-    for step in (1, 2):
-        memory = measure(optimizer, params, step)
-        assert memory.largest <= 8 * 400
-        assert memory.peak <= 6 * 8 * (390 + 400) * len(SHAPES)
-        assert memory.kept <= SCALAR
-        assert optimizer.workspace_bytes() == held
+    options: dict[str, Any] = {"expert_keys": ["experts"], "none_grad": False, "nesterov": False, "rounding": "stochastic"}
+    optimizer = Muon([group(params, prefix="experts")], lr=LR, **options)
+    check_steady(params, optimizer, largest=8 * 400, peak=6 * 8 * (390 + 400) * len(SHAPES))
 
 
 @pytest.mark.parametrize("budget", [1, 50_000, 200_000])

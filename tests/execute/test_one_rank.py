@@ -102,3 +102,10 @@ def test_what_is_orthogonalised(nesterov: bool) -> None:
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ExecutorSettings(**options)
+
+
+def test_settings_pickled_before_an_option_existed_have_its_default() -> None:
+    settings: Any = ExecutorSettings(chunk_size=3, form="gram")
+    older: Any = object.__new__(ExecutorSettings)
+    older.__setstate__(settings.__getstate__()[:-3])
+    assert older == settings

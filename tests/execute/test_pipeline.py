@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 
@@ -13,159 +14,87 @@ from meshmuon.plan import Action, gradient_read_order, most_gathered_ahead, pipe
 WIDTHS, COUNTS = range(1, 7), range(9)
 everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])
 
-Event = tuple[str, int]
+Event = tuple[Action, int]
+GATHER, COMPUTE, FINISH, LOCAL, LAST = Action.GATHER, Action.COMPUTE, Action.FINISH, Action.LOCAL, Action.DURING_LAST_SCATTER
 
 
 def waves_that_record(count: int, events: list[Event]) -> list[Iterator[None]]:
     def wave(k: int) -> Iterator[None]:
-        events.append(("gather", k))
+        events.append((GATHER, k))
         yield
-        events.append(("compute", k))
+        events.append((COMPUTE, k))
         yield
-        events.append(("finish", k))
+        events.append((FINISH, k))
 
     return list(map(wave, range(count)))
 
 
-def record(width: int, count: int, local: int = 2, ahead: int | None = None) -> list[Event]:
+@everywhere
+def test_turns_are_run_in_their_order(width: int, count: int) -> None:
+    """What follows is about ``pipeline_order``. Gradients are freed by ``gradient_read_order``, which must follow it too."""
     events: list[Event] = []
-    run_pipeline(
-        waves_that_record(count, events),
-        width,
-        lambda: events.extend(("local", k) for k in range(local)),
-        lambda: events.append(("last", 0)),
-        gathered_ahead=ahead,
-    )
-    return events
-
-
-@everywhere
-def test_every_phase_of_every_wave_once_and_in_order(width: int, count: int) -> None:
-    events = record(width, count)
-    for phase in ("gather", "compute", "finish"):
-        assert [k for what, k in events if what == phase] == list(range(count))
-    for k in range(count):
-        assert events.index(("gather", k)) < events.index(("compute", k)) < events.index(("finish", k))
-
-
-@everywhere
-def test_never_more_than_width_in_flight(width: int, count: int) -> None:
-    """Which is what lets wave k and wave k + width use the same buffers."""
-    flying, most = 0, 0
-    for what, _ in record(width, count):
-        flying += (what == "gather") - (what == "finish")
-        most = max(most, flying)
-        assert 0 <= flying <= width
-    assert flying == 0
-    assert most == min(width, count)  # and the width is used
-    events = record(width, count)
-    for k in range(width, count):
-        assert events.index(("finish", k - width)) < events.index(("gather", k))
-
-
-@everywhere
-def test_later_waves_gather_while_one_computes(width: int, count: int) -> None:
-    events = record(width, count)
-    ahead = min(most_gathered_ahead(width), count)
-    assert [what for what, _ in events if what != "local"][:ahead] == ["gather"] * ahead
-    gathering = 0
-    for what, _ in events:
-        gathering += (what == "gather") - (what == "compute")
-        assert gathering <= most_gathered_ahead(width)
-    if width >= 2 and count >= 2:
-        assert events.index(("gather", 1)) < events.index(("compute", 0))
-    if width >= 3:  # one more for the scatter of the wave before
-        for k in range(count - 1):
-            assert events.index(("gather", k + 1)) < events.index(("compute", k))
-
-
-@everywhere
-def test_a_wave_scatters_while_the_next_one_computes(width: int, count: int) -> None:
-    events = record(width, count)
-    for k in range(count - 1):
-        assert (events.index(("compute", k + 1)) < events.index(("finish", k))) == (width >= 2)
-
-
-@everywhere
-def test_results_are_waited_for_only_to_make_room(width: int, count: int) -> None:
-    """A scatter that is still behind gathers must not keep the next wave from computing."""
-    events = record(width, count)
-    for k in range(count):
-        after = events[events.index(("finish", k)) + 1 :]
-        before = events[: events.index(("finish", k))]
-        room = any(what == "gather" for what, _ in after)
-        assert room or ("compute", count - 1) in before
-    if count <= width:
-        assert [what for what, _ in events[-count - 1 :]] == ["last"] + ["finish"] * count
-
-
-@everywhere
-def test_local_work_hides_the_first_gathers(width: int, count: int) -> None:
-    events = record(width, count, local=3)
-    at = min(most_gathered_ahead(width), count)
-    assert events[:at] == [("gather", k) for k in range(at)]
-    assert events[at : at + 3] == [("local", k) for k in range(3)]
-
-
-@everywhere
-def test_last_hides_the_final_scatter(width: int, count: int) -> None:
-    events = record(width, count)
-    assert events.count(("last", 0)) == 1
-    if count:
-        assert events.index(("compute", count - 1)) < events.index(("last", 0)) < events.index(("finish", count - 1))
-    else:
-        assert events[-1] == ("last", 0)
-
-
-@everywhere
-def test_the_order_depends_on_the_numbers_alone(width: int, count: int) -> None:
-    events = record(width, count)
-    assert events == record(width, count)
-    assert [one for one in events if one[0] != "local"] == record(width, count, local=0)
-
-
-@everywhere
-def test_waves_and_local_batches_are_filled_in_the_order_that_was_built_for(width: int, count: int) -> None:
-    """``gradient_read_order`` decides where momentum is accumulated and gradients are freed; ``run_pipeline`` must follow it."""
-    filled = [k if what == "gather" else count + k for what, k in record(width, count, local=3) if what in ("gather", "local")]
-    assert filled == list(gradient_read_order(count, 3, width))
-    assert sorted(filled) == list(range(count + 3))
-
-
-@everywhere
-def test_actions_are_run_in_their_order(width: int, count: int) -> None:
-    names = {
-        "gather": Action.GATHER,
-        "compute": Action.COMPUTE,
-        "finish": Action.FINISH,
-        "local": Action.LOCAL,
-        "last": Action.DURING_LAST_SCATTER,
-    }
-    events = [(names[what], k) for what, k in record(width, count, local=1)]
+    waves = waves_that_record(count, events)
+    run_pipeline(waves, width, lambda: events.append((LOCAL, 0)), lambda: events.append((LAST, 0)))
     assert events == list(pipeline_order(count, width))
+    read = [k if action is GATHER else count for action, k in events if action in (GATHER, LOCAL)]
+    assert read == list(gradient_read_order(count, 1, width))
+
+
+@everywhere
+def test_every_turn_of_every_wave_once_and_in_order(width: int, count: int) -> None:
+    """Never more than ``width`` in flight: wave k and wave k + width use the same buffers."""
+    events = list(pipeline_order(count, width))
+    for action in (GATHER, COMPUTE, FINISH):
+        assert [k for what, k in events if what is action] == list(range(count))
+    for k in range(count):
+        assert events.index((GATHER, k)) < events.index((COMPUTE, k)) < events.index((FINISH, k))
+    assert [k for what, k in events if what in (LOCAL, LAST)] == [0, 0]
+    flying = list(accumulate((what is GATHER) - (what is FINISH) for what, _ in events))
+    assert max(flying) == min(width, count)  # the width is used
+    gathering = accumulate((what is GATHER) - (what is COMPUTE) for what, _ in events)
+    assert max(gathering) <= most_gathered_ahead(width)
+
+
+@everywhere
+def test_exchanges_are_hidden(width: int, count: int) -> None:
+    """By the waves before and after, by local work at the beginning, and by what the caller does at the end."""
+    events = list(pipeline_order(count, width))
+    at = {event: k for k, event in enumerate(events)}
+    ahead = min(most_gathered_ahead(width), count)
+    assert events[: ahead + 1] == [*((GATHER, k) for k in range(ahead)), (LOCAL, 0)]
+    for k in range(count - 1):
+        assert (at[COMPUTE, k + 1] < at[FINISH, k]) == (width >= 2)
+        if width >= 3 or (width == 2 and k == 0):  # one more for the scatter of the wave before
+            assert at[GATHER, k + 1] < at[COMPUTE, k]
+    for k in range(count):  # results are waited for only to make room
+        assert at[FINISH, k] > at[COMPUTE, count - 1] or any(what is GATHER for what, _ in events[at[FINISH, k] :])
+    if count:
+        assert at[COMPUTE, count - 1] < at[LAST, 0] < at[FINISH, count - 1]
+    if count <= width:
+        assert [what for what, _ in events[-count - 1 :]] == [LAST] + [FINISH] * count
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_everything_may_go_ahead(count: int) -> None:
     """As data parallel wants it: all gradients are on their way before the first is waited for."""
-    events = record(max(1, count), count, local=0, ahead=max(1, count))
-    assert events[:count] == [("gather", k) for k in range(count)]
+    events = list(pipeline_order(count, max(1, count), gathered_ahead=max(1, count)))
+    assert events[:count] == [(GATHER, k) for k in range(count)]
 
 
 def test_an_example() -> None:
-    order = [f"{what[0]}{k}" for what, k in record(3, 4, local=1)]
-    assert order == ["g0", "g1", "l0", "c0", "g2", "c1", "f0", "g3", "c2", "c3", "l0", "f1", "f2", "f3"]
+    order = [f"{what.name[0]}{k}" for what, k in pipeline_order(4, 3)]
+    assert order == ["G0", "G1", "L0", "C0", "G2", "C1", "F0", "G3", "C2", "C3", "D0", "F1", "F2", "F3"]
 
 
 @everywhere
 def test_running_ahead_leaves_only_the_last_to_be_finished(width: int, count: int) -> None:
     events: list[Event] = []
     left = run_ahead(waves_that_record(count, events), width)
-    order = record(width, count, local=0)
-    assert events == order[: order.index(("last", 0))]
+    order = [event for event in pipeline_order(count, width) if event[0] is not LOCAL]
+    assert events == order[: order.index((LAST, 0))]
     assert len(left) <= width
     finish_all(left)
-    assert events == [event for event in order if event != ("last", 0)]
+    assert events == [event for event in order if event != (LAST, 0)]
 
 
 def test_a_wave_that_yields_once_more_is_refused() -> None:

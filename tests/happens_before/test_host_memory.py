@@ -147,14 +147,6 @@ def test_matrices_travel_on_the_device_and_state_stays_beside_the_weights(monkey
     assert not outcome.of("race", "lifetime", "misuse")
 
 
-def test_the_host_waits_for_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the wait, the host reads updates that the device may not have written."""
-    program = SCENARIOS["weights in host memory"]
-    assert not run_program(program).of("race", "lifetime")
-    monkeypatch.setattr(CudaTransfers, "settle", lambda transfers: None)
-    assert run_program(program).of("race")
-
-
 def test_the_device_has_work_while_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits once for each wave. Before it does, the owner of the next wave, if there is one, has been given its work.
 

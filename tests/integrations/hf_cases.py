@@ -21,6 +21,7 @@ from tests.support.processes import Job
 
 from . import hf_reference as reference
 from .hf_reference import BATCH, CLIPPING, DECAY, LR, MICROBATCHES, NO_CLIPPING, STEPS, WARMUP, Batch, PlainRun
+from .plain_loop import same_weights
 
 need("transformers")
 need("accelerate")
@@ -66,7 +67,7 @@ def assert_layout(wrapped: nn.Module, layout: str) -> None:
 # Trainer and SFTTrainer.
 
 
-def arguments(folder: Path, layout: str, **changes: Any) -> dict[str, Any]:
+def arguments(folder: Path, layout: str) -> dict[str, Any]:
     sharding = {"fsdp": True, "fsdp_config": {"version": 2}} if layout == "fsdp2" else {}
     return {
         "output_dir": str(folder),
@@ -86,31 +87,23 @@ def arguments(folder: Path, layout: str, **changes: Any) -> dict[str, Any]:
         "disable_tqdm": True,
         "report_to": "none",
         **sharding,
-        **changes,
     }
 
 
-def make_trainer(folder: Path, layout: str, options: Mapping[str, Any], **changes: Any) -> Trainer:
+def make(kind: str, folder: Path, layout: str, **options: Any) -> Trainer:
     enter(layout)
-    args = TrainingArguments(**arguments(folder, layout, **changes))
+    given, model = arguments(folder, layout), reference.small_llama()
+    args = SFTConfig(**given, bf16=False, gradient_checkpointing=False) if kind == "sft" else TrainingArguments(**given)
     allow_fsdp2_on_cpu(layout)
     wanted = (muon, {"training_args": args, **options})
-    return Trainer(reference.small_llama(), args, train_dataset=reference.samples(), optimizer_cls_and_kwargs=wanted)
-
-
-def make_sft_trainer(folder: Path, layout: str, options: Mapping[str, Any], **changes: Any) -> SFTTrainer:
-    enter(layout)
-    args = SFTConfig(**arguments(folder, layout, bf16=False, gradient_checkpointing=False, **changes))
-    allow_fsdp2_on_cpu(layout)
+    if kind == "trainer":
+        return Trainer(model, args, train_dataset=reference.samples(), optimizer_cls_and_kwargs=wanted)
     words = {"<pad>": 0, "</s>": 1} | {f"word{k}": k for k in range(2, reference.VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="</s>"
     )
     dataset = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in reference.samples()])
-    wanted = (muon, {"training_args": args, **options})
-    return SFTTrainer(
-        reference.small_llama(), args, train_dataset=dataset, processing_class=tokenizer, optimizer_cls_and_kwargs=wanted
-    )
+    return SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer, optimizer_cls_and_kwargs=wanted)
 
 
 def loss_of_sft(model: nn.Module, batch: Batch, tokens: Tensor) -> Tensor:
@@ -119,31 +112,27 @@ def loss_of_sft(model: nn.Module, batch: Batch, tokens: Tensor) -> Tensor:
     return -model(**batch, attention_mask=mask, use_cache=False, fused_lm_head=True).log_probs.sum() / tokens
 
 
-def expected_of(kind: str, layout: str, folder: Path) -> PlainRun:
-    """The plain loop of a trainer's run."""
+def check_trainer(folder: Path, kind: str, layout: str, *, shared: bool = False) -> None:
+    """Clips, accumulates, schedules, logs and saves as a plain loop does; a run that resumes ends with the same bits.
+
+    ``shared``: the replicas of DDP divide the work. Trainer leaves the process group with the optimizer.
+    """
+    model = make("sft", folder, "single").model if kind == "sft" else reference.small_llama()
     loss = loss_of_sft if kind == "sft" else reference.mean_of_step
-    model = make_sft_trainer(folder, "single", {}).model if kind == "sft" else reference.small_llama()
-    if layout == "fsdp2":
-        return reference.fsdp2_loop(model, CLIPPING, loss)
-    return reference.plain_loop(model, 1 if layout == "single" else 2, CLIPPING, loss)
-
-
-def check_trainer(folder: Path, kind: str, layout: str, options: Mapping[str, Any], **changes: Any) -> None:
-    """Clips, accumulates, schedules, logs and saves as a plain loop does; a run that resumes ends with the same bits."""
-    make = make_sft_trainer if kind == "sft" else make_trainer
-    expected = expected_of(kind, layout, folder)
+    expected = reference.plain_loop(model, layout, CLIPPING, loss)
     assert min(expected.norms) > CLIPPING
-    trainer = make(folder, layout, options, **changes)
+    options = {"replica_group": dist.group.WORLD} if shared else {}
+    trainer = make(kind, folder, layout, **options)
     trainer.train()
     assert_layout(trainer.model_wrapped, layout)
-    reference.assert_same_bits(trainer.model, expected.model)
+    same_weights(trainer.model, expected.model)
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     assert [entry["learning_rate"] for entry in logs] == expected.lrs
     assert [entry["grad_norm"] for entry in logs] == expected.norms
-    resumed = make(folder, layout, options, **changes)
+    resumed = make(kind, folder, layout, **options)
     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}"))
     assert [entry["step"] for entry in resumed.state.log_history if "grad_norm" in entry] == list(range(1, STEPS + 1))
-    reference.assert_same_bits(resumed.model, expected.model)
+    same_weights(resumed.model, expected.model)
 
 
 # Accelerate.
@@ -171,19 +160,13 @@ class Accelerated:
     plugin: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def world(self) -> int:
-        return 1 if self.layout == "single" else 2
-
     def expected(self) -> PlainRun:
         """Accelerate's scheduler advances once for every rank in a step."""
-        model, loss = reference.small_llama(**self.model), loss_of_accelerate
-        policy = MixedPrecisionPolicy()
-        if self.precision == "bf16":
-            loss, policy = loss_in_bfloat16, MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-        if self.layout == "fsdp2" and self.max_norm < NO_CLIPPING:
-            return reference.fsdp2_loop(model, self.max_norm, loss, times=self.world, policy=policy)
-        return reference.plain_loop(model, self.world, self.max_norm, loss, times=self.world)
+        model, times = reference.small_llama(**self.model), 1 if self.layout == "single" else 2
+        if self.precision == "no":
+            return reference.plain_loop(model, self.layout, self.max_norm, loss_of_accelerate, times)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+        return reference.plain_loop(model, self.layout, self.max_norm, loss_in_bfloat16, times, policy)
 
 
 class AcceleratedRun:
@@ -233,24 +216,19 @@ def check_accelerate(folder: Path, case: Accelerated) -> None:
     run.accelerator.save_state(str(folder))
     run.train(SAVED, STEPS)
     assert (min(expected.norms) > case.max_norm) == (case.max_norm == CLIPPING)
-    reference.assert_same_bits(run.model, expected.model)
+    same_weights(run.model, expected.model)
     resumed = AcceleratedRun(case)
     resumed.accelerator.load_state(str(folder))
     resumed.train(SAVED, STEPS)
-    reference.assert_same_bits(resumed.model, expected.model)
+    same_weights(resumed.model, expected.model)
 
 
 # On two ranks.
 
 
-def check_shared_work(folder: Path) -> None:
-    """The replicas of DDP divide the work: Trainer leaves the process group with the optimizer."""
-    check_trainer(folder, "trainer", "ddp", {"replica_group": dist.group.WORLD})
-
-
 def check_that_fsdp1_is_refused(folder: Path) -> None:
     """Under FSDP1 Trainer asks for the optimizer of the wrapped model. Accelerate itself cannot wrap on CPU, torch can."""
-    trainer = make_trainer(folder, "ddp", {})
+    trainer = make("trainer", folder, "ddp")
     with pytest.raises(UnsupportedError, match=r"has flattened the weights.*FSDP2"):
         trainer.create_optimizer(FullyShardedDataParallel(trainer.model, device_id=torch.device("cpu"), use_orig_params=True))
 
@@ -265,12 +243,12 @@ ACCELERATED = {
     "Accelerate, FSDP2 in bfloat16": Accelerated("fsdp2", precision="bf16"),
 }
 RANK_CASES = {
-    "Trainer, DDP": partial(check_trainer, kind="trainer", layout="ddp", options={}),
-    "Trainer, DDP whose ranks share the work": check_shared_work,
-    "Trainer, FSDP2": partial(check_trainer, kind="trainer", layout="fsdp2", options={}),
+    "Trainer, DDP": partial(check_trainer, kind="trainer", layout="ddp"),
+    "Trainer, DDP whose ranks share the work": partial(check_trainer, kind="trainer", layout="ddp", shared=True),
+    "Trainer, FSDP2": partial(check_trainer, kind="trainer", layout="fsdp2"),
     "Trainer, FSDP1": check_that_fsdp1_is_refused,
-    "SFTTrainer, DDP": partial(check_trainer, kind="sft", layout="ddp", options={}),
-    "SFTTrainer, FSDP2": partial(check_trainer, kind="sft", layout="fsdp2", options={}),
+    "SFTTrainer, DDP": partial(check_trainer, kind="sft", layout="ddp"),
+    "SFTTrainer, FSDP2": partial(check_trainer, kind="sft", layout="fsdp2"),
     **{name: partial(check_accelerate, case=case) for name, case in ACCELERATED.items()},
 }
 

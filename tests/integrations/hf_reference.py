@@ -1,14 +1,12 @@
-"""A small Llama and its data, and what plain loops make of them: the reference for Trainer, SFTTrainer and Accelerate.
+"""A small Llama and its data, and what a plain loop makes of them: the reference for Trainer, SFTTrainer and Accelerate.
 
-The loops add up in the order of the trainers: the gradients of each rank over its microbatches, then over the ranks. With two
-ranks and two microbatches each of these is a sum of two numbers, and means are divisions by powers of two, which do not round. So
-a single process gives the bits of two ranks, unless gradients are clipped under FSDP2: the norm of a sharded gradient is added
-up in another order. Then the reference is a plain loop over ``fully_shard``.
+The loop runs on the ranks of the trainer, wrapped by DDP or sharded by FSDP2 as there, and adds up in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from meshmuon import Muon
 from tests.support.optional import need
@@ -45,22 +44,11 @@ def samples() -> list[Batch]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def batches() -> list[Batch]:
+def microbatches(step: int, rank: int, world: int) -> list[Batch]:
+    """Those of a rank in a step. Ranks take turns, batch by batch."""
     rows = samples()
-    return [{key: torch.stack([row[key] for row in rows[k : k + BATCH]]) for key in rows[0]} for k in range(0, len(rows), BATCH)]
-
-
-def steps(world: int) -> Iterator[list[list[Batch]]]:
-    """For each step, the microbatches of each rank. Ranks take turns, batch by batch."""
-    every = batches()
-    for k in range(STEPS):
-        first = k * MICROBATCHES * world
-        yield [[every[first + micro * world + rank] for micro in range(MICROBATCHES)] for rank in range(world)]
-
-
-def tokens_in(step: list[list[Batch]]) -> Tensor:
-    """How many tokens all ranks predict."""
-    return torch.tensor(sum(batch["labels"][..., 1:].numel() for microbatches in step for batch in microbatches))
+    places = [((step * MICROBATCHES + micro) * world + rank) * BATCH for micro in range(MICROBATCHES)]
+    return [{key: torch.stack([row[key] for row in rows[at : at + BATCH]]) for key in rows[0]} for at in places]
 
 
 def mean_of_step(model: nn.Module, batch: Batch, tokens: Tensor) -> Tensor:
@@ -107,47 +95,22 @@ def plain_optimizer(model: nn.Module) -> Muon:
     )
 
 
-def plain_loop(model: nn.Module, world: int, max_norm: float, loss_of: Loss = mean_of_step, times: int = 1) -> PlainRun:
-    """One process that computes what ``world`` ranks compute. The schedule advances ``times`` per step."""
-    run, optimizer = PlainRun(model), plain_optimizer(model)
-    schedule, params = schedule_of(optimizer), list(model.parameters())
-    for step in steps(world):
-        totals: list[Tensor] = []
-        for microbatches in step:
-            for batch in microbatches:
-                loss_of(model, batch, tokens_in(step)).backward()
-            of_rank = [param.grad for param in params if param.grad is not None]
-            totals = [a + b for a, b in zip(totals, of_rank, strict=True)] if totals else of_rank
-            model.zero_grad()
-        for param, total in zip(params, totals, strict=True):
-            param.grad = total
-        run.update(optimizer, schedule, max_norm, times)
-    return run
-
-
-def fsdp2_loop(
-    model: nn.Module, max_norm: float, loss_of: Loss = mean_of_step, times: int = 1, policy: MixedPrecisionPolicy | None = None
+def plain_loop(
+    model: nn.Module, layout: str, max_norm: float, loss_of: Loss = mean_of_step, times: int = 1, policy: Any = None
 ) -> PlainRun:
-    """The same on each rank of FSDP2."""
-    for module in (*model.model.layers, model):
+    """What this rank trains. The schedule advances ``times`` per step; ``policy`` is FSDP2's."""
+    rank, world = (0, 1) if layout == "single" else (dist.get_rank(), dist.get_world_size())
+    for module in (*model.model.layers, model) if layout == "fsdp2" else ():
         fully_shard(module, mp_policy=policy or MixedPrecisionPolicy())
+    wrapped: Any = DistributedDataParallel(model) if layout == "ddp" else model
     run, optimizer = PlainRun(model), plain_optimizer(model)
-    schedule = schedule_of(optimizer)
-    for step in steps(dist.get_world_size()):
-        for k, batch in enumerate(step[dist.get_rank()]):
-            model.set_requires_gradient_sync(k == MICROBATCHES - 1)
-            (loss_of(model, batch, tokens_in(step)) * dist.get_world_size()).backward()  # FSDP2 takes the mean over ranks
+    schedule, tokens = schedule_of(optimizer), torch.tensor(world * MICROBATCHES * BATCH * (LENGTH - 1))
+    for step in range(STEPS):
+        for k, batch in enumerate(microbatches(step, rank, world)):
+            last = k == MICROBATCHES - 1
+            if layout == "fsdp2":
+                model.set_requires_gradient_sync(last)
+            with wrapped.no_sync() if layout == "ddp" and not last else nullcontext():
+                (loss_of(wrapped, batch, tokens) * world).backward()  # DDP and FSDP2 take the mean over ranks
         run.update(optimizer, schedule, max_norm, times)
     return run
-
-
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    named = {name.removeprefix("module."): param for name, param in model.named_parameters()}
-    return {name: param.full_tensor() if hasattr(param, "full_tensor") else param for name, param in named.items()}
-
-
-def assert_same_bits(model: nn.Module, expected: nn.Module) -> None:
-    ours, theirs = whole_parameters(model), whole_parameters(expected)
-    assert ours.keys() == theirs.keys()
-    off = {name: float((ours[name] - theirs[name]).abs().max()) for name in ours if not torch.equal(ours[name], theirs[name])}
-    assert not off, f"largest differences: {off}"

@@ -46,13 +46,6 @@ def test_names_of_trainers_are_understood() -> None:
         muon_for(model(), eps=1e-8, adamw_eps=1e-6)
 
 
-def test_parameters_that_do_not_decay() -> None:
-    optimizer = muon_for(model(), weight_decay=0.5)
-    decay = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
-    assert {name for name in decay if decay[name] == 0.5} == {"embed.weight", "up.weight", "conv.weight"}
-    assert {name for name in decay if decay[name] == 0.0} == {"up.bias", "norm.weight", "norm.bias", "conv.bias"}
-
-
 def test_further_keys_of_groups() -> None:
     """Equal keys share a group; each group of the default stays apart; parameters without keys come first."""
     keys = {"up.weight": {"lr": 1e-4}, "embed.weight": {"lr": 1e-4, "mark": 1}, "norm.weight": {"mark": 1, "lr": 1e-4}}

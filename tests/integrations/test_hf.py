@@ -20,7 +20,7 @@ from .hf_reference import small_llama
 
 @pytest.mark.parametrize("kind", ["trainer", "sft"])
 def test_one_process_gives_the_bits_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
-    hf_cases.check_trainer(tmp_path, kind, "single", {})
+    hf_cases.check_trainer(tmp_path, kind, "single")
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshmuon.layout import Mesh
 from tests.support.layouts import Case, distribute, random_case, select, split
-from tests.support.threads import run_threads
 
 LAYOUTS = 1000
 
@@ -102,50 +98,3 @@ def test_splitting_alone_is_what_distribute_tensor_does(known: list[Known]) -> N
     for one in known:
         for rank, tensor in split(one.case).items():
             assert torch.equal(tensor, one.held[rank]), f"{one}, rank {rank}"
-
-
-def test_with_communication() -> None:
-    """``distribute_tensor`` that scatters from the first rank, on threads that are ranks.
-
-    Left out, and in the other tests: strided shardings into parts of different sizes, which torch refuses to scatter (it asserts
-    that all are alike), and meshes whose ranks do not ascend along every axis, where torch scatters in the order of the process
-    group, which is sorted, and so against its own mesh.
-    """
-    size, rng = 8, random.Random(1)
-    order = tuple(range(size))
-    meshes = [Mesh(shape, order) for shape in [(8,), (2, 4), (2, 2, 2)]] + [Mesh((4, 2), (0, 4, 1, 5, 2, 6, 3, 7))]
-    cases: list[Case] = []
-    while len(cases) < 200:
-        case = random_case(rng, rng.choice(meshes))
-        case = replace(case, shape=tuple(length * rng.choice([1, 1, 4, 8]) for length in case.shape))
-        strided = any(isinstance(one, _StridedShard) and one.split_factor > 1 for one in case.placements)
-        if math.prod(case.shape) and strided == bool(len(cases) % 2) and _scatters(case):
-            cases.append(case)
-    assert sum(len({tuple(tensor.shape) for tensor in split(case).values()}) > 1 for case in cases) > 30
-    held: list[dict[int, torch.Tensor]] = [{} for _ in cases]
-
-    def run(rank: int) -> None:
-        theirs = {mesh: DeviceMesh("cpu", torch.tensor(mesh.ranks).reshape(mesh.shape)) for mesh in meshes}
-        for case, locals_ in zip(cases, held, strict=True):
-            mine = case.tensor if rank == case.mesh.ranks[0] else torch.full(case.shape, -1)
-            locals_[rank] = distribute_tensor(mine, theirs[case.mesh], case.placements).to_local()
-
-    run_threads(size, run)
-    for case, locals_ in zip(cases, held, strict=True):
-        for rank in range(size):
-            assert torch.equal(select(case.tensor, case.layout.held_ranges(rank)), locals_[rank]), f"{case}, rank {rank}"
-
-
-def _scatters(case: Case) -> bool:
-    """Whether every strided axis cuts into parts of one size."""
-    for axis, one in enumerate(case.placements):
-        if isinstance(one, _StridedShard):
-            after = tuple(Replicate() for _ in case.placements[axis + 1 :])
-            sizes: dict[object, set[torch.Size]] = {}
-            where = torch.cartesian_prod(*(torch.arange(n) for n in case.mesh.shape)).reshape(-1, len(case.mesh.shape)).tolist()
-            tensors = split(Case(case.shape, case.mesh, (*case.placements[: axis + 1], *after))).values()
-            for place, tensor in zip(where, tensors, strict=True):
-                sizes.setdefault(tuple(place[:axis]), set()).add(tensor.shape)
-            if any(len(shapes) > 1 for shapes in sizes.values()):
-                return False
-    return True

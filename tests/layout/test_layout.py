@@ -60,21 +60,6 @@ def test_coordinates() -> None:
     assert flat_index((2, 3), (1, 2), ()) == 0
 
 
-def test_an_example() -> None:
-    layout = Layout((5, 4), MESH, (Replicated(), Sharded(0)))
-    assert layout.axes(0) == (1,)
-    assert layout.axes(1) == ()
-    assert layout.held_ranges(5) == (((2, 4),), ((0, 4),))
-    assert layout.local_shape(3) == (1, 4)
-    assert list(layout.holders().items()) == [(layout.held_ranges(a), [a, b]) for a, b in ((4, 9), (0, 5), (1, 3))]
-
-
-def test_a_rank_outside_the_mesh() -> None:
-    layout = Layout((5, 4), MESH, (Replicated(), Replicated()))
-    assert layout.held_ranges(7) == ((), ())
-    assert layout.local_shape(7) == (0, 0)
-
-
 def test_a_scalar() -> None:
     layout = Layout((), Mesh((2,), (0, 1)), (Replicated(),))
     assert layout.local_shape(1) == ()

@@ -11,16 +11,9 @@ from torch import nn
 from meshmuon import Muon, get_default_muon_param_groups
 from tests.support.architectures import library
 
+from .part_cases import LLAMA
+
 peft, transformers = library("peft"), library("transformers")
-TINY = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 40,
-}
-LLAMA = {**TINY, "intermediate_size": 24, "pad_token_id": 0}
 
 
 def adapted(config: Any, model_type: str = "phi3", **options: Any) -> nn.Module:

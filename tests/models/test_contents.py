@@ -14,7 +14,6 @@ from meshmuon import ConfigError, Interleaved, Muon, get_default_muon_param_grou
 from meshmuon.matrices import ParamMatrices
 from meshmuon.models import LOOKS_FUSED, ModelContents, ParamContents
 from meshmuon.models.fused import FUSED
-from meshmuon.models.place import places_of
 
 
 def module(class_name: str = "Module", /, **attributes: Any) -> nn.Module:
@@ -37,40 +36,6 @@ def contents(model: nn.Module, name: str, **options: Any) -> ParamContents:
 def in_block(**children: nn.Module) -> nn.Module:
     """A model with one block, so that no child is taken for the last layer."""
     return module("Model", layers=nn.ModuleList([nn.ModuleDict(children)]))
-
-
-# Where a parameter is.
-
-
-def test_places_do_without_wrappers() -> None:
-    inner = module("Attention", q_proj=linear(8, 8))
-    wrapped = module("CheckpointWrapper", _checkpoint_wrapped_module=inner)
-    model = module("DDP", module=module("Model", layers=nn.ModuleList([wrapped])))
-    (place,) = places_of(model)
-    assert place.name == "module.layers.0._checkpoint_wrapped_module.q_proj.weight"
-    assert place.parts == ("layers", "0", "q_proj", "weight")
-    assert place.owner is inner
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("heads*head_dim", 12),
-        ("heads/kv_heads*head_dim", 6),
-        ("2*heads+1", 9),
-        ("outputs/3", 7),
-        ("heads/3", None),
-        ("ghost", None),
-    ],
-)
-def test_sizes(expression: str, value: int | None) -> None:
-    """Attributes of the owner first, then of configs; True is no number."""
-    attention = module(
-        "Attention", n_head=4, kv_heads=True, proj=linear(8, 8), config=SimpleNamespace(head_dim=99, num_kv_heads=2)
-    )
-    attention.head_dim = 3
-    (place,) = places_of(attention)
-    assert place.size(expression, outputs=21) == value
 
 
 # Not matrices.
@@ -180,27 +145,7 @@ def test_hidden_layers_of_that_size_in_blocks_are_no_heads() -> None:
     assert contents(model, "layers.0.up.weight").route == "muon"
 
 
-def test_names_of_heads() -> None:
-    output = module("BertSelfOutput", dense=linear(16, 12))
-    model = in_block(output=output)
-    assert contents(model, "layers.0.output.dense.weight").route == "muon"
-    heads = module("Model", lm_heads=nn.ModuleList([linear(20, 16), linear(20, 16)]), layers=model.layers)
-    assert contents(heads, "lm_heads.1.weight").reason == "output head: by name"
-
-
 # Stacks.
-
-
-def test_modules_that_say_how_they_store_experts() -> None:
-    flags = {"is_transposed": True, "is_concatenated": False, "has_gate": True}
-    experts = module("GptOssExperts", gate_up_proj=(3, 12, 24), down_proj=(3, 12, 12), gate_up_proj_bias=(3, 24), **flags)
-    found = contents(experts, "gate_up_proj")
-    assert found.matrices == ParamMatrices(experts=True, dims="in_out", split=Interleaved((1, 1), 12))
-    assert found.reason == "expert stack (E, in, out), gate and up in turns"
-    assert contents(experts, "down_proj").matrices == ParamMatrices(experts=True, dims="in_out")
-    assert contents(experts, "gate_up_proj_bias").route == "adamw"
-    experts.is_transposed, experts.is_concatenated = False, True
-    assert contents(experts, "gate_up_proj").matrices == ParamMatrices(experts=True, split=(6, 6))
 
 
 @pytest.mark.parametrize(
@@ -235,13 +180,15 @@ def test_experts_below_each_other() -> None:
 def test_every_row_of_the_table_can_be_read() -> None:
     """No row has a size that the reader of sizes would misread."""
     for row in FUSED:
-        for size in (*row.sizes, row.repeats or "1"):
+        for size in (*row.sizes.split(", "), row.repeats or "1"):
             assert re.fullmatch(r"[\w.]+([*/+-][\w.]+)*", size)
 
 
 DT_B_C = {"d_inner": 16, "d_state": 5, "dt_rank": 3}
 MAMBA2 = {"d_inner": 16, "d_state": 5}
 HEADS = {"num_heads": 3, "dim_head": 8}
+CONFIG = SimpleNamespace(head_dim=99, num_kv_heads=2, new_decoder_architecture=True)
+GROUPED = {"n_head": 4, "head_dim": 8, "config": CONFIG}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +196,8 @@ HEADS = {"num_heads": 3, "dim_head": 8}
     [
         ("Attention", "qkv", (24, 8), {}, (8, 8, 8)),
         ("Attention", "qkv_proj", (32, 16), {"num_heads": 2, "num_key_value_heads": 1, "head_dim": 8}, (16, 8, 8)),
+        # Attributes of the owner count before those of configs; True is no number.
+        ("FalconAttention", "query_key_value", (64, 16), {**GROUPED, "kv_heads": True}, Interleaved((16, 8, 8), 2)),
         ("Attention", "to_kv", (16, 24), {}, (8, 8)),
         ("BloomAttention", "query_key_value", (24, 8), {"num_heads": 2}, Interleaved((4, 4, 4), 2)),
         ("FSDPBloomAttention", "query_key_value", (24, 8), {"num_heads": 2}, Interleaved((4, 4, 4), 2)),
@@ -290,6 +239,13 @@ def test_fused(owner: str, label: str, shape: tuple[int, int], attributes: dict[
     assert found.route == "muon"
     assert (found.reason if split == LOOKS_FUSED else found.matrices.split) == split
     assert (found.reason == LOOKS_FUSED) == (split == LOOKS_FUSED)
+
+
+def test_wrappers_do_not_hide_the_owner() -> None:
+    wrapped = module("CheckpointWrapper", _checkpoint_wrapped_module=linear(24, 8))
+    model = in_block(attn=module("BloomAttention", num_heads=2, query_key_value=wrapped))
+    found = contents(model, "layers.0.attn.query_key_value._checkpoint_wrapped_module.weight")
+    assert found.matrices.split == Interleaved((4, 4, 4), 2)
 
 
 def test_gpt2_stores_its_weights_the_other_way_round() -> None:

@@ -9,26 +9,22 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from meshmuon import Muon, get_default_muon_param_groups
+from meshmuon import Muon, RoutingWarning, get_default_muon_param_groups
 
 from .test_contents import contents, in_block, linear, module
 
 
-def routed(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
-    """Matrices by name for Muon, "adamw" for the rest, without vectors; and the warnings."""
+def routed(model: nn.Module) -> dict[int, str]:
+    """Number of matrices → names of the parameters that hold so many, without vectors; 0 for AdamW. Nothing is warned of."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", RoutingWarning)
         table = Muon(get_default_muon_param_groups(model), allow_inactive=True).routing_table()
-    return {row.name: row.matrices if row.route == "muon" else "adamw" for row in table.rows if len(row.shape) > 1}, list(
-        table.warnings
-    )
-
-
-def raw(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape))
+    names: dict[int, list[str]] = {}
+    for row in sorted((row for row in table.rows if len(row.shape) > 1), key=lambda row: row.name):
+        names.setdefault(row.matrices, []).append(row.name)
+    return {matrices: " ".join(found) for matrices, found in names.items()}
 
 
 def test_a_mixture_with_its_own_stacks() -> None:
@@ -39,22 +35,10 @@ def test_a_mixture_with_its_own_stacks() -> None:
     stacked = module("SwitchMoE", gate_w=(32, 8), wi_0=(8, 32, 64), wi_1=(8, 32, 64), wo=(8, 64, 32))
     model = module("Model", tok_emb=nn.Embedding(200, 32), pos_emb=(1, 128, 32), head=linear(200, 32))
     model.layers = nn.ModuleList([nn.ModuleDict({"moe": ffn}), nn.ModuleDict({"mlp": stacked})])
-    found, doubts = routed(model)
-    assert not doubts
-    assert found == {
-        "tok_emb.weight": "adamw",
-        "pos_emb": "adamw",
-        "head.weight": "adamw",
-        "layers.0.moe.w_in": 8,
-        "layers.0.moe.b_in": "adamw",
-        "layers.0.moe.w_out": 8,
-        "layers.0.moe.b_out": "adamw",
-        "layers.0.moe.router.weight": 1,
-        "layers.0.moe.noise.weight": 1,
-        "layers.1.mlp.gate_w": 1,
-        "layers.1.mlp.wi_0": 8,
-        "layers.1.mlp.wi_1": 8,
-        "layers.1.mlp.wo": 8,
+    assert routed(model) == {
+        0: "head.weight layers.0.moe.b_in layers.0.moe.b_out pos_emb tok_emb.weight",
+        1: "layers.0.moe.noise.weight layers.0.moe.router.weight layers.1.mlp.gate_w",
+        8: "layers.0.moe.w_in layers.0.moe.w_out layers.1.mlp.wi_0 layers.1.mlp.wi_1 layers.1.mlp.wo",
     }
     for name in ("layers.0.moe.w_in", "layers.0.moe.w_out", "layers.1.mlp.wi_0", "layers.1.mlp.wo"):
         assert contents(model, name).reason == "expert stack (E, in, out)"
@@ -84,22 +68,12 @@ def test_attention_and_mlps_with_names_of_their_own() -> None:
     plain = module("Mlp", up=linear(160, 48), down=linear(48, 160))
     model = module("Model", wte=nn.Embedding(200, 48), back=linear(200, 48))  # not the last one that is registered
     model.h = nn.ModuleDict({"layer0": nn.ModuleDict({"att": attention, "a": gated, "b": halved, "c": plain})})
-    found, doubts = routed(model)
-    assert not doubts
     assert contents(model, "back.weight").reason == "output head: the shape of an embedding"
-    assert {name.removeprefix("h.layer0."): matrices for name, matrices in found.items()} == {
-        "wte.weight": "adamw",
-        "back.weight": "adamw",
-        "att.w_qkv.weight": 3,
-        "att.w_o.weight": 1,
-        "att.q_norm": "adamw",
-        "att.k_norm": "adamw",
-        "a.w_gate_up.weight": 2,
-        "a.w_down.weight": 1,
-        "b.wi.weight": 2,
-        "b.dense_out.weight": 1,
-        "c.up.weight": 1,
-        "c.down.weight": 1,
+    assert {matrices: names.replace("h.layer0.", "") for matrices, names in routed(model).items()} == {
+        0: "back.weight att.k_norm att.q_norm wte.weight",
+        1: "a.w_down.weight att.w_o.weight b.dense_out.weight c.down.weight c.up.weight",
+        2: "a.w_gate_up.weight b.wi.weight",
+        3: "att.w_qkv.weight",
     }
 
 
@@ -109,14 +83,10 @@ def test_a_tied_encoder_decoder() -> None:
     model.generator.weight = model.shared.weight
     model.enc = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64), 1, enable_nested_tensor=False)
     model.dec = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 64), 1)
-    found, doubts = routed(model)
-    assert not doubts
-    assert {name for name, matrices in found.items() if matrices == "adamw"} == {"shared.weight", "length_predictor.weight"}
-    assert {name for name, matrices in found.items() if matrices == 3} == {
-        "enc.layers.0.self_attn.in_proj_weight",
-        "dec.layers.0.self_attn.in_proj_weight",
-        "dec.layers.0.multihead_attn.in_proj_weight",
-    }
+    found = routed(model)
+    assert found[0] == "length_predictor.weight shared.weight"
+    attention = "dec.layers.0.multihead_attn dec.layers.0.self_attn enc.layers.0.self_attn"
+    assert found[3] == " ".join(f"{name}.in_proj_weight" for name in attention.split())
 
 
 def test_a_unet() -> None:
@@ -126,16 +96,10 @@ def test_a_unet() -> None:
     model.time_mlp = nn.Sequential(linear(128, 32), nn.SiLU(), linear(128, 128))
     model.down, model.up = nn.ModuleList([res, cross]), nn.ConvTranspose2d(32, 32, 4)
     model.out = nn.Sequential(nn.GroupNorm(4, 32), nn.Conv2d(32, 3, 3))
-    found, doubts = routed(model)
-    assert not doubts
-    assert {name: matrices for name, matrices in found.items() if matrices != "adamw"} == {
-        "time_mlp.0.weight": 1,
-        "time_mlp.2.weight": 1,
-        "down.0.t.weight": 1,
-        "down.1.to_q.weight": 1,
-        "down.1.to_kv.weight": 2,
-        "down.1.to_out.0.weight": 1,
-    }
+    found = routed(model)
+    assert found[1] == "down.0.t.weight down.1.to_out.0.weight down.1.to_q.weight time_mlp.0.weight time_mlp.2.weight"
+    assert found[2] == "down.1.to_kv.weight"
+    assert set(found) == {0, 1, 2}
 
 
 def test_state_spaces() -> None:
@@ -144,16 +108,10 @@ def test_state_spaces() -> None:
     s4d = module("S4D", log_dt=(32,), log_A_real=(32, 8), A_imag=(32, 8), B=(32, 8), C=(32, 8, 2), output_linear=linear(64, 32))
     lru = module("LRU", nu_log=(16,), B_re=(16, 32), B_im=(16, 32), C_re=(32, 16), C_im=(32, 16), D=(32,))
     model = module("Model", encoder=linear(32, 7), layers=nn.ModuleList([mamba, s4d, lru]), decoder=linear(10, 32))
-    found, doubts = routed(model)
-    assert not doubts
-    assert {name: matrices for name, matrices in found.items() if matrices != "adamw"} == {
-        "encoder.weight": 1,
-        "layers.0.in_proj.weight": 2,
-        "layers.0.x_proj.weight": 3,
-        "layers.0.dt_proj.weight": 1,
-        "layers.0.out_proj.weight": 1,
-        "layers.1.output_linear.weight": 1,
-    }
+    found = routed(model)
+    assert found[1] == "encoder.weight layers.0.dt_proj.weight layers.0.out_proj.weight layers.1.output_linear.weight"
+    assert (found[2], found[3]) == ("layers.0.in_proj.weight", "layers.0.x_proj.weight")
+    assert set(found) == {0, 1, 2, 3}
 
 
 def test_low_rank_factors_are_no_state_space() -> None:

@@ -60,17 +60,3 @@ def test_as_on_one_device(dim: int, rule: str) -> None:
     for found in run_threads(4, main):
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
-
-
-def test_parts_are_updated_as_separate_parameters() -> None:
-    """The three parts of query_key_value, and each as a parameter of its own."""
-    name = "layers.0.query_key_value.weight"
-    fused = trained(lambda value: value, "plain")[name]
-    for part in range(3):
-        rows = torch.tensor([copy * 12 + part * 4 + k for copy in range(2) for k in range(4)])
-        param = nn.Parameter(values(0)[name][rows])
-        optimizer = Muon([{"params": [param], "names": ["w"], "use_muon": True}], lr=0.02, adjust_lr_fn="spectral")
-        for step in (1, 2):
-            param.grad = values(step)[name][rows]
-            optimizer.step()
-        assert torch.equal(fused[rows], param)

@@ -79,15 +79,8 @@ def test_parametrised_layers_are_what_they_are(parametrisation: str) -> None:
 
 
 def test_biases_of_expert_stacks() -> None:
-    shapes: dict[str, Any] = {
-        "w1": (6, 16, 32),
-        "b1": (6, 32),
-        "w2": (6, 32, 16),
-        "b2": (6, 16),
-        "up_b": (6, 32),
-        "gate": (6, 16),
-    }
-    model = module("Model", experts=module("Experts", **shapes))
+    experts = module("Experts", w1=(6, 16, 32), b1=(6, 32), w2=(6, 32, 16), b2=(6, 16), up_b=(6, 32), gate=(6, 16))
+    model = module("Model", experts=experts)
     found = {name.removeprefix("experts."): contents(model, name) for name, _ in model.named_parameters()}
     assert {name for name, known in found.items() if known.reason == "bias of a stack"} == {"b1", "b2", "up_b"}
     assert found["gate"].route == "muon"  # a router has the shape of a bias
@@ -97,23 +90,15 @@ def test_biases_of_expert_stacks() -> None:
 # Fused weights.
 
 
-class GroupedAttention(nn.Module):
-    """8 query heads and 2 key heads of 8, under names that no table has."""
-
-    def __init__(self, told: bool, after: bool) -> None:
-        super().__init__()
-        if told:
-            self.hq, self.hkv = 8, 2
-        self.qkv = linear(96, 64)
-        if after:
-            self.wo = linear(64, 64)
-
-
 @pytest.mark.parametrize(
     ("told", "after", "split"), [(True, True, (64, 16, 16)), (False, True, None), (True, False, None), (False, False, None)]
 )
 def test_grouped_queries_are_never_thirds(told: bool, after: bool, split: Any) -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList([GroupedAttention(told, after) for _ in range(3)])})
+    """8 query heads and 2 key heads of 8, under names that no table has."""
+    layers = nn.ModuleList(module("Attention", qkv=linear(96, 64), **({"hq": 8, "hkv": 2} if told else {})) for _ in range(3))
+    for layer in layers if after else ():
+        layer.wo = linear(64, 64)
+    model = nn.ModuleDict({"layers": layers})
     found = contents(model, "layers.0.qkv.weight")
     assert found.matrices.split == split
     assert found.reason == ("fused q, k, v" if split else LOOKS_FUSED)
@@ -122,7 +107,7 @@ def test_grouped_queries_are_never_thirds(told: bool, after: bool, split: Any) -
         Muon(get_default_muon_param_groups(model))
     doubts = [str(warning.message) for warning in caught if issubclass(warning.category, RoutingWarning)]
     assert len(doubts) == (0 if split else 1)  # one for all layers
-    assert all("layers.0.qkv.weight and 2 more" in doubt and "split=(...)" in doubt for doubt in doubts)
+    assert all("layers.0.qkv.weight (and 2 more of its kind)" in doubt and "split=(...)" in doubt for doubt in doubts)
 
 
 def test_bare_parameters() -> None:

@@ -11,27 +11,18 @@ from torch import nn
 from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.integrations.factory import muon_for
 
+from .test_contents import module
+
 
 def routes(model: nn.Module) -> dict[str, tuple[str, int]]:
     rows = Muon(get_default_muon_param_groups(model), allow_inactive=True).routing_table().rows
     return {row.name: (row.route, row.matrices) for row in rows}
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.MultiheadAttention(16, 2)])
-
-
-class Wrapper(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
 @pytest.mark.parametrize("wrapped_first", [True, False])
 def test_a_checkpoint_fits_a_wrapped_and_a_plain_model(wrapped_first: bool) -> None:
-    models = [Wrapper(Attention()), Attention()][:: 1 if wrapped_first else -1]
+    plain, inner = (module("Model", layers=nn.ModuleList([nn.MultiheadAttention(16, 2)])) for _ in range(2))
+    models = [module("DDP", module=inner), plain][:: 1 if wrapped_first else -1]
     saver, loader = (Muon(get_default_muon_param_groups(model)) for model in models)
     for param in models[0].parameters():
         param.grad = torch.ones_like(param)
@@ -50,30 +41,24 @@ def test_gates_of_recurrent_layers() -> None:
     assert routes(nn.LSTM(16, 32, proj_size=8))["weight_hr_l0"] == ("muon", 1)
 
 
-class Tied(nn.Module):
-    def __init__(self, tie: bool) -> None:
-        super().__init__()
-        self.tok, self.up, self.down = nn.Embedding(50, 16), nn.Linear(16, 64), nn.Linear(64, 16)
-        self.lm_head = nn.Linear(16, 50, bias=False)
-        if tie:
-            self.lm_head.weight = self.tok.weight
+def with_head() -> nn.Module:
+    head = nn.Linear(16, 50, bias=False)
+    return module("Model", tok=nn.Embedding(50, 16), up=nn.Linear(16, 64), down=nn.Linear(64, 16), lm_head=head)
 
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_tied_head_is_a_head(tie: bool) -> None:
-    assert routes(Tied(tie))["down.weight"] == ("muon", 1)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w2 = nn.Linear(32, 128), nn.Linear(128, 32)
+    model = with_head()
+    if tie:
+        model.lm_head.weight = model.tok.weight
+    assert routes(model)["down.weight"] == ("muon", 1)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("container", ["list", "dict", "sequential"])
 def test_the_blocks_of_a_stage(container: str, count: int) -> None:
-    blocks = [Block() for _ in range(count)]
+    block = module("Block", w1=nn.Linear(32, 128), w2=nn.Linear(128, 32))
+    blocks = [copy.deepcopy(block) for _ in range(count)]
     made = {"list": nn.ModuleList(blocks), "dict": nn.ModuleDict({str(k): block for k, block in enumerate(blocks)})}
     stage = nn.Module()
     stage.layers = made.get(container, nn.Sequential(*blocks))
@@ -90,15 +75,8 @@ def test_a_width_equal_to_the_vocabulary() -> None:
     assert found["lm_head.weight"] == ("adamw", 0)
 
 
-def test_numbered_names_are_blocks() -> None:
-    model = nn.Module()
-    model.layer_0 = nn.ModuleDict({"output": nn.Linear(16, 24)})
-    model.lm_head = nn.Linear(24, 9)
-    assert routes(model)["layer_0.output.weight"] == ("muon", 1)
-
-
 def test_a_copy_of_an_active_optimizer_is_active() -> None:
-    model = Tied(tie=False)
+    model = with_head()
     optimizer = muon_for(model, lr=1e-3)
     for param in model.parameters():
         param.grad = torch.ones_like(param)

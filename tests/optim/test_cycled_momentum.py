@@ -56,46 +56,6 @@ def test_both_kinds_of_groups_are_cycled(schedule: Schedule, options: dict[str, 
     assert len(seen) >= 3 if cycled else seen == {betas[0]}
 
 
-def test_it_continues_after_loading() -> None:
-    schedule = SCHEDULES[0]
-    results = []
-    for interrupted in (False, True):
-        params = [*make_params((6, 4)), *make_params((7,), seed=1)]
-        optimizer = build(params[:1], params[1:])
-        scheduler = schedule(optimizer)
-        for step in range(6):
-            set_gradients(params, gradients(params, step))
-            optimizer.step()
-            scheduler.step()
-            if interrupted and step == 2:
-                saved = optimizer.state_dict(), scheduler.state_dict()
-                optimizer = build(params[:1], params[1:])
-                scheduler = schedule(optimizer)
-                optimizer.load_state_dict(saved[0])
-                scheduler.load_state_dict(saved[1])
-        results.append(params)
-    assert_same_bits(results[0], results[1])
-
-
-def test_one_group_can_be_left_alone() -> None:
-    """A list of bounds, one for each group: equal bounds keep AdamW's beta1."""
-    params = [*make_params((6, 4)), *make_params((7,), seed=1)]
-    twins = copies(params[1:])
-    optimizer = build(params[:1], params[1:])
-    scheduler = lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.001, total_steps=8, base_momentum=[0.85, 0.9], max_momentum=[0.95, 0.9], div_factor=1.0
-    )
-    oracle = torch.optim.AdamW(twins, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    for step in range(4):
-        set_gradients(params, gradients(params, step))
-        set_gradients(twins, [param.grad for param in params[1:]])
-        oracle.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"]
-        optimizer.step()
-        oracle.step()
-        scheduler.step()
-    assert_same_bits(params[1:], twins)
-
-
 def test_ranks_that_cycle_differently() -> None:
     def on_rank(rank: int) -> str:
         params = initial(world_mesh())

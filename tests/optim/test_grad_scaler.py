@@ -1,14 +1,10 @@
-"""GradScaler: it leaves unscaling to ``step``, and a trainer that clips unscales before, as its check allows.
-
-Lightning is not installed here. What its mixed precision does is written down in ``lightning``: it reads one attribute of the
-optimizer, refuses to clip where that is true, and otherwise unscales before clipping.
-"""
+"""GradScaler: it leaves unscaling to ``step``. tests/integrations has what trainers do with it."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +17,7 @@ from tests.support.bounds import unit
 from tests.support.reference import LR, Run, gradients, set_gradients
 from tests.support.tensors import assert_bits
 
-from .test_nonfinite import groups, masked, path, skipping, snapshot
+from .test_nonfinite import groups, masked, path, snapshot
 
 __all__ = ["masked", "path"]  # fixtures
 Scaler = torch.amp.GradScaler
@@ -70,34 +66,8 @@ def unscaled(steps: Sequence[int], clip: float | None = None, *, moved: float = 
     return contents(model, optimizer)
 
 
-Way = Callable[[Scaler, Muon, float | None], None]
-
-
-def loop(scaler: Scaler, optimizer: Muon, clip: float | None) -> None:
-    """What torch's documentation shows."""
-    if clip is not None:
-        scaler.unscale_(optimizer)
-        clip_by_norm(optimizer, clip)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def lightning(scaler: Scaler, optimizer: Muon, clip: float | None) -> None:
-    """``precision="16-mixed"`` with ``gradient_clip_val``."""
-    handles_unscaling = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if not handles_unscaling:
-        scaler.unscale_(optimizer)
-    if clip is not None:
-        assert not handles_unscaling, "it would refuse to clip"
-        clip_by_norm(optimizer, clip)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def train(
-    steps: int, way: Way, *, clip: float | None = None, bad: int | None = None, **options: Any
-) -> tuple[list[Tensor], Scaler, Muon]:
-    """With a scaler; at step 2 the gradient of parameter ``bad`` is infinite."""
+def train(steps: int, *, clip: float | None = None, bad: int | None = None, **options: Any) -> tuple[list[Tensor], Scaler, Muon]:
+    """With a scaler, as torch's documentation shows; at step 2 the gradient of parameter ``bad`` is infinite."""
     model = network()
     optimizer, scaler = optimizer_of(model, **options), Scaler("cpu", init_scale=2.0**10, growth_interval=3)
     for step in range(steps):
@@ -107,15 +77,18 @@ def train(
             grad = list(model.parameters())[bad].grad
             assert grad is not None
             grad.view(-1)[1] = math.inf
-        way(scaler, optimizer, clip)
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            clip_by_norm(optimizer, clip)
+        scaler.step(optimizer)
+        scaler.update()
     return contents(model, optimizer), scaler, optimizer
 
 
-@pytest.mark.parametrize("way", [loop, lightning])
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
-def test_a_scale_that_is_a_power_of_two_changes_no_bit(clip: float | None, way: Way) -> None:
+def test_a_scale_that_is_a_power_of_two_changes_no_bit(clip: float | None) -> None:
     """With the scale growing on the way, with and without ``unscale_`` and clipping."""
-    found, scaler, optimizer = train(7, way, clip=clip)
+    found, scaler, optimizer = train(7, clip=clip)
     assert_bits(found, unscaled(range(7), clip))
     assert scaler.get_scale() == 2.0**12
     assert optimizer.skipped_steps == 0
@@ -124,10 +97,10 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit(clip: float | None, way: 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.parametrize(("policy", "way"), [("propagate", loop), ("skip", loop), ("raise", loop), ("propagate", lightning)])
-def test_what_a_scaler_finds_is_skipped(policy: str, way: Way, where: int, clip: float | None, path: str) -> None:
+@pytest.mark.parametrize("policy", ["propagate", "skip", "raise"])
+def test_what_a_scaler_finds_is_skipped(policy: str, where: int, clip: float | None, path: str) -> None:
     """Under every policy: the step is left out, the scale halves, and later steps are those of a run without that batch."""
-    found, scaler, optimizer = train(5, way, clip=clip, bad=where, nonfinite=policy)
+    found, scaler, optimizer = train(5, clip=clip, bad=where, nonfinite=policy)
     assert optimizer.skipped_steps == 1
     assert scaler.get_scale() == 2.0**9
     assert [float(entry["step"]) for entry in optimizer.state.values() if "step" in entry] == [4.0, 4.0]
@@ -167,17 +140,6 @@ def test_a_scaler_that_meets_no_gradient(before: bool, path: str) -> None:
     scaler.step(run.optimizer)
     assert_bits(run.params, start)
     assert run.optimizer.skipped_steps == 0
-
-
-def test_a_disabled_scaler_is_not_there() -> None:
-    run, expected = skipping(), skipping()
-    scaler = Scaler("cpu", enabled=False)
-    for step in range(2):
-        set_gradients(run.params, gradients(run.params, step))
-        scaler.step(run.optimizer)
-        scaler.update()
-        expected.step(step)
-    assert_bits(run.everything(), expected.everything())
 
 
 def test_half_precision_gradients_are_unscaled(path: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import GradientError, Muon, polar_express
 from meshmuon.optim import adamw, collect, nonfinite
@@ -115,6 +114,8 @@ def test_signs_of_zeros_survive_a_masked_skip(masked: None) -> None:
         {"lr": torch.tensor(LR)},
         {"rule": "normuon"},
         {"cautious_weight_decay": True},
+        {"dtype": torch.float16},
+        {"dtype": torch.float64},
         {"rounding": "stochastic", "dtype": torch.bfloat16},
         {"rounding": "stochastic", "dtype": torch.bfloat16, "use_distributed_muon": True},
     ],
@@ -128,20 +129,6 @@ def test_skipping_under_other_options(options: dict[str, Any], path: str) -> Non
     for one in (run, expected):
         one.step(2)
     assert_bits(run.everything(), expected.everything())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("bad", BAD, ids=str)
-def test_other_dtypes(dtype: torch.dtype, bad: float, path: str) -> None:
-    run = skipping(dtype=dtype)
-    run.step(0)
-    before = snapshot(run.everything())
-    for k in (0, 3):
-        run.step(1, bad=(k, bad))
-    assert_bits(run.everything(), before)
-    assert run.optimizer.skipped_steps == 2
-    run.step(1)
-    assert not torch.equal(run.params[0], before[0])
 
 
 @pytest.mark.parametrize(
@@ -254,40 +241,6 @@ def test_finite_masked_steps_move_as_unmasked_ones(dtype: torch.dtype, masked: N
     assert_moved_within_rounding(run.params[:3], expected.params[:3], start[:3], 5, polar_express())
 
 
-class HostReads(TorchDispatchMode):
-    """Counts reads of a tensor's value by the host, each of which would wait for a GPU."""
-
-    READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in self.READS:
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("bad", [None, math.nan])
-def test_no_host_read_on_the_masked_path(bad: float | None, scaled: bool, masked: None) -> None:
-    run = skipping(nonfinite="propagate" if scaled else "skip")
-    for step in range(3):
-        set_gradients(run.params, gradients(run.params, step))
-        if scaled:
-            run.optimizer.grad_scale = torch.tensor(8.0)  # type: ignore[attr-defined]
-            run.optimizer.found_inf = torch.tensor(0.0 if bad is None else 1.0)  # type: ignore[attr-defined]
-        elif bad is not None:
-            run.params[0].grad[0, 0] = bad  # type: ignore[index]
-        with HostReads() as reads:
-            run.optimizer.step()
-        assert not reads.seen, reads.seen
-    with HostReads() as reads:
-        assert run.optimizer.skipped_steps == (0 if bad is None else 3)
-    assert reads.seen
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_device_whose_values_the_host_cannot_read(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the meta device have no values: whatever reads one raises. Muon, AdamW, mask and scale all run there."""
@@ -303,14 +256,6 @@ def test_a_device_whose_values_the_host_cannot_read(scaled: bool, monkeypatch: p
     with pytest.raises(RuntimeError, match="meta"):
         _ = optimizer.skipped_steps
     assert all(value.device.type == "meta" for entry in optimizer.state.values() for value in entry.values())
-
-
-def test_host_reads_are_seen() -> None:
-    with HostReads() as reads:
-        bool(torch.ones(()))
-        float(torch.ones(()))
-        torch.ones(2).tolist()
-    assert len(reads.seen) >= 2
 
 
 def test_adamw_that_cannot_fuse(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
-import random
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshmuon import ConfigError, GradientError, Muon, OrthogonalizeError, StateError
+from meshmuon import Muon, OrthogonalizeError
 from meshmuon.device import Transfers
 from meshmuon.optim import offload
 from meshmuon.state import param_state
-from tests.support.reference import Run, gapped, gradients, group, make_params, set_gradients
-from tests.support.tensors import assert_bits
+from tests.support.reference import Run, gapped, group, make_params, set_gradients
+from tests.support.tensors import assert_bits, through_disk
 
 STEPS = 7
 STATE_KEYS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "rule_memory"}
@@ -132,17 +130,18 @@ def never(steps: int, model: Model = plain, **options: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("toggled", [(0,), (3,), (1, 3, 4), (1, 3, 5, 5)], ids=str)
 @pytest.mark.parametrize(
     ("model", "options"),
     [*((model, {}) for model in MODELS), ("plain", {"reference_path": True}), ("halves", {"rounding": "stochastic"})],
     ids=str,
 )
-def test_the_same_bits_on_and_off(model: str, options: dict[str, Any], before: int) -> None:
-    run = Run(MODELS[model](), **options)
+def test_the_same_bits_on_and_off(model: str, options: dict[str, Any], toggled: tuple[int, ...]) -> None:
+    run, on = Run(MODELS[model](), **options), False
     for step in range(STEPS):
-        if step == before:
-            run.optimizer.turn_on_cpu_offload()
+        for _ in range(toggled.count(step)):
+            on = not on
+            (run.optimizer.turn_on_cpu_offload if on else run.optimizer.turn_off_cpu_offload)()
         run.step(step)
     expected = never(STEPS, MODELS[model], **options)
     assert_bits(run.everything(), expected.everything())
@@ -151,26 +150,14 @@ def test_the_same_bits_on_and_off(model: str, options: dict[str, Any], before: i
             assert value.stride() == expected.optimizer.state[other][key].stride(), key
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_toggled_at_any_time(seed: int) -> None:
-    """Turned on and off between steps, several times in a row as well, with copies and state dicts in between."""
-    choices = random.Random(seed)
-    model = choices.choice(list(MODELS.values()))
-    run = Run(model())
-    for step in range(STEPS):
-        for _ in range(choices.randrange(3)):
-            choices.choice([run.optimizer.turn_on_cpu_offload, run.optimizer.turn_off_cpu_offload])()
-        if choices.random() < 0.3:
-            run.optimizer.state_dict()
-        run.step(step)
-    assert_bits(run.everything(), never(STEPS, model).everything())
-
-
 def test_the_state_leaves_its_device_after_every_step(log: Log) -> None:
-    """What was loaded is gone: tensors and storages; what stands in the state is the host's, and was not the device's."""
+    """What was there or was loaded is gone: tensors and storages; what stands in the state is the host's."""
     run = Run(halves())
-    run.optimizer.turn_on_cpu_offload()
     run.step(0)
+    old = [StorageWeakRef(value.untyped_storage()) for value in moved(run.optimizer)]
+    run.optimizer.turn_on_cpu_offload()
+    assert old
+    assert all(storage.expired() for storage in old)
     for step in range(1, 4):
         log.clear()
         run.step(step)
@@ -180,24 +167,11 @@ def test_the_state_leaves_its_device_after_every_step(log: Log) -> None:
         assert all(lies_in(value, [host for host, _ in log.stored]) for value in moved(run.optimizer))
 
 
-def test_the_first_state_leaves_its_device(log: Log) -> None:
-    """Turning on puts away what is there: nothing keeps the old tensors."""
-    run = Run(plain())
-    run.step(0)
-    state = [value for entry in run.optimizer.state.values() for key, value in entry.items() if key in STATE_KEYS]
-    old = [StorageWeakRef(value.untyped_storage()) for value in state]
-    del state
-    run.optimizer.turn_on_cpu_offload()
-    gc.collect()
-    assert len(old) == 7
-    assert all(one.expired() for one in old)
-
-
 def test_one_copy_each_way_per_dtype_and_no_new_buffers(log: Log) -> None:
     run = Run(halves())
     run.optimizer.turn_on_cpu_offload()
     run.step(0)
-    dtypes = {value.dtype for entry in run.optimizer.state.values() for key, value in entry.items() if key in STATE_KEYS}
+    dtypes = {value.dtype for value in moved(run.optimizer)}
     assert dtypes == {torch.float32, torch.bfloat16, torch.float64}
     assert log.buffers == len(dtypes)
     hosts = None
@@ -213,19 +187,6 @@ def test_one_copy_each_way_per_dtype_and_no_new_buffers(log: Log) -> None:
 def test_state_dict_moves_nothing_in_the_steady_state(away: Run, log: Log) -> None:
     away.optimizer.state_dict()
     assert log.buffers == len(log.stored) == len(log.loaded) == 0
-
-
-def test_tensors_do_not_overlap_in_the_buffer() -> None:
-    """Of any strides, empty ones among them: writing one changes no other."""
-    run = Run(strided())
-    run.optimizer.turn_on_cpu_offload()
-    run.step(0)
-    values = moved(run.optimizer)
-    for k, value in enumerate(values):
-        value.fill_(float(k))
-    for k, value in enumerate(values):
-        assert value.unique().tolist() == [float(k)]
-        assert (value.data_ptr() - values[0].data_ptr()) % 64 == 0, "not aligned"
 
 
 def test_states_created_late() -> None:
@@ -255,23 +216,15 @@ def test_a_state_dict_is_the_never_offloaded_one(away: Run) -> None:
     assert saved["state"].keys() == wanted["state"].keys()
     for key, entry in saved["state"].items():
         assert_bits(list(entry.values()), list(wanted["state"][key].values()))
-    stored = io.BytesIO()
-    torch.save(saved, stored)
-    stored.seek(0)
-    for offloaded in (False, True):
-        other = Run(plain())
-        other.optimizer.add_param_group(group(make_params((3, 5)), prefix="unused"))
-        for param, value in zip(other.params, expected.params, strict=True):
-            param.data.copy_(value)
-        if offloaded:
-            other.optimizer.turn_on_cpu_offload()
-        stored.seek(0)
-        other.optimizer.load_state_dict(torch.load(stored))
-        twin = copy.deepcopy(expected)
-        for step in (3, 4):
-            other.step(step)
-            twin.step(step)
-        assert_bits(other.everything(), twin.everything())
+    other = Run(plain())
+    other.optimizer.add_param_group(group(make_params((3, 5)), prefix="unused"))
+    for param, value in zip(other.params, expected.params, strict=True):
+        param.data.copy_(value)
+    other.optimizer.load_state_dict(through_disk(saved))
+    for step in (3, 4):
+        other.step(step)
+        expected.step(step)
+    assert_bits(other.everything(), expected.everything())
 
 
 def test_loading_while_offloaded(away: Run, log: Log) -> None:
@@ -287,19 +240,11 @@ def test_loading_while_offloaded(away: Run, log: Log) -> None:
     assert_bits(away.everything(), never(5).everything())
 
 
-def test_a_state_that_does_not_fit_leaves_the_offloaded_one(away: Run) -> None:
-    foreign = Run([group(make_params((3, 3))), group(make_params((2,)), use_muon=False)])
-    foreign.step(0)
-    with pytest.raises(StateError, match="parameters"):
-        away.optimizer.load_state_dict(foreign.optimizer.state_dict())
-    away.step(3)
-    assert_bits(away.everything(), never(4).everything())
-
-
 def test_each_tensor_has_a_storage_of_its_own(away: Run) -> None:
-    """Saving one saves no others with it, while it is away and after it came back."""
-    for value in moved(away.optimizer):
-        assert (value.storage_offset(), value.untyped_storage().nbytes()) == (0, value.nbytes)
+    """Saving one saves no others with it, while it is away, aligned, and after it came back."""
+    values = moved(away.optimizer)
+    assert all((value.storage_offset(), value.untyped_storage().nbytes()) == (0, value.nbytes) for value in values)
+    assert all((value.data_ptr() - values[0].data_ptr()) % 64 == 0 for value in values)
     away.optimizer.turn_off_cpu_offload()
     values = moved(away.optimizer)
     assert all((value.storage_offset(), value.untyped_storage().nbytes()) == (0, value.nbytes) for value in values)
@@ -321,20 +266,6 @@ def test_copies_of_an_offloaded_optimizer(how: str, away: Run, log: Log) -> None
     other.optimizer.turn_off_cpu_offload()
     other.step(5)
     assert_bits(other.everything(), never(6).everything())
-
-
-def test_a_step_that_is_refused_keeps_the_state(away: Run, log: Log) -> None:
-    set_gradients(away.params, gradients(away.params, 3))
-    away.optimizer.param_groups[0]["momentum"] = 2.0
-    with pytest.raises(ConfigError, match="momentum"):
-        away.optimizer.step()
-    assert log.buffers == 0
-    away.optimizer.param_groups[0]["momentum"] = 0.95
-    away.params[0].grad = torch.zeros(6, 4).to_sparse()
-    with pytest.raises(GradientError, match="sparse"):
-        away.optimizer.step()
-    away.step(3)
-    assert_bits(away.everything(), never(4).everything())
 
 
 def test_a_step_that_fails_in_the_middle_still_puts_the_state_away(log: Log) -> None:
@@ -431,7 +362,7 @@ def test_between_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = Muon([group(params[:3]), group(params[3:], use_muon=False)])
 
     def where(one: Muon) -> set[str]:
-        return {value.device.type for entry in one.state.values() for key, value in entry.items() if key in STATE_KEYS}
+        return {value.device.type for value in moved(one)}
 
     def step(one: Muon, active: int) -> None:
         own = [param for some in one.param_groups for param in some["params"]]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshmuon import ConfigError, DistMuon, Muon, Scheme, keller, polar_express
 from meshmuon.ortho.remez import Quintic
@@ -29,7 +29,6 @@ from tests.support.reference import (
     muon,
     polar_factor,
     run,
-    run_alike,
     run_beside,
     set_gradients,
 )
@@ -122,15 +121,6 @@ def test_default_numbers() -> None:
     assert_moved_within_rounding(params, reference.params, start, 3, polar_express(steps=5))
 
 
-@pytest.mark.parametrize("option", [{"warmup_step": 0}, {"use_distributed_muon": True}, {"clip_config": {}}], ids=str)
-def test_options_of_sharded_matrices_change_nothing_here(option: dict[str, Any]) -> None:
-    params = make_params((6, 9), (9, 6))
-    plain = copies(params)
-    run(muon(params, **option), params, range(2))
-    run(muon(plain), plain, range(2))
-    assert_same_bits(params, plain)
-
-
 def test_groups_of_one_shape_keep_their_own_numbers() -> None:
     """Matrices of several groups share a batch; each keeps its group's numbers."""
     first: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "original"}
@@ -163,18 +153,6 @@ def test_experts_are_separate_matrices(shape: Shape, rule: str) -> None:
     run_beside(reference, optimizer, params, range(3), adjust=rule)
     assert_moved_within_rounding(params, reference.params, start, 3)
     assert optimizer.state[params[0]]["momentum_buffer"].shape == shape
-
-
-def test_experts_equal_a_loop_over_separate_parameters() -> None:
-    stacked = make_params((4, 10, 6))
-    loose = [nn.Parameter(expert.clone()) for expert in stacked[0].detach()]
-    whole = Muon([group(stacked, prefix="experts", expert_keys=["experts"])], lr=LR, deterministic=True)  # from the group
-    separate = Muon([group(loose)], lr=LR, deterministic=True)
-    for step in range(3):
-        set_gradients(loose, list(gradients(stacked, step)[0]))
-        run(whole, stacked, [step])
-        separate.step()
-    assert_same_bits([stacked[0]], [torch.stack([p.detach() for p in loose])])
 
 
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
@@ -230,14 +208,6 @@ def test_the_learning_rate_of_adamw_s_part(build: type[Muon]) -> None:
     assert rates(fresh) == rates(optimizer)
     with pytest.raises(ConfigError, match="group 0: adamw_lr holds for the whole optimizer"):
         build([group([matrix], adamw_lr=0.1)])
-
-
-def test_the_learning_rate_of_adamw_s_part_steps_as_one_of_the_group_does() -> None:
-    params, twins = make_params((4, 6), (5,)), make_params((4, 6), (5,))
-    ours = Muon([group(params[:1]), group(params[1:], use_muon=False, prefix="n")], lr=LR, adamw_lr=torch.tensor(0.25))
-    theirs = Muon([group(twins[:1]), group(twins[1:], use_muon=False, prefix="n", lr=0.25)], lr=LR)
-    run_alike((ours, params), (theirs, twins), steps=range(2))
-    assert_same_bits(params, twins)
 
 
 def test_one_lr_tensor_under_a_scheduler_with_several_rates() -> None:

@@ -100,16 +100,6 @@ def dump(value, file):
                 module["dump"](optimizer, file)
 
 
-def test_a_state_dict_needs_no_functions() -> None:
-    params = make_params((4, 4))
-    optimizer = Muon([group(params)], lr=LR, adjust_lr_fn=lambda rows, cols: 0.1 * rows)
-    set_gradients(params, gradients(params, 0))
-    optimizer.step()
-    stored = pickle.dumps(optimizer.state_dict())
-    optimizer.load_state_dict(pickle.loads(stored))
-    assert optimizer.param_groups[0]["adjust_lr_fn"](3, 4) == pytest.approx(0.3)
-
-
 class BrokenProducts(BlockedProducts):
     """Stands in for a kernel that cannot be compiled here."""
 

@@ -136,16 +136,6 @@ def test_adamw_values_changed_by_hand() -> None:
     assert_same_bits(params, twins)
 
 
-def test_none_grad_changed_by_hand() -> None:
-    params = make_params((6, 4))
-    optimizer = muon(params)
-    run(optimizer, params, [0])
-    assert params[0].grad is None
-    optimizer.param_groups[0]["none_grad"] = False
-    run(optimizer, params, [1])
-    assert params[0].grad is not None
-
-
 def test_compute_dtype_is_used() -> None:
     """The step has the bits of the same products in that dtype, and each dtype has bits of its own."""
     start = [nn.Parameter(torch.zeros(24, 24))]  # a step from zero is the update times the rate

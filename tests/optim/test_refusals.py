@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, StateError, UnsupportedError, keller, polar_express
+from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, StateError, UnsupportedError, keller
 from meshmuon.errors import KeptError
 from meshmuon.optim.collect import Collector
-from tests.support.reference import LR, adamw, gradients, group, make_params, muon, run, set_gradients
+from tests.support.reference import LR, gradients, group, make_params, muon, run, set_gradients
 from tests.support.tensors import assert_untouched, everything
 
 RIGHT_CALL = r"Write Muon\(model, lr=\.\.\.\)"
@@ -24,6 +24,10 @@ RIGHT_CALL = r"Write Muon\(model, lr=\.\.\.\)"
 
 def matrix() -> nn.Parameter:
     return make_params((4, 6))[0]
+
+
+def empty(dtype: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(3, 4, dtype=dtype), requires_grad=False)]
 
 
 @pytest.mark.parametrize(
@@ -50,20 +54,17 @@ def matrix() -> nn.Parameter:
         (lambda: [{"params": [matrix()], "param_names": ["a", "b"], "use_muon": True}], "group 0 has 1 params but 2 names"),
         (lambda: [{"params": ["w"], "names": ["w"], "use_muon": True}], f"group 0: w is a str, not a tensor.*{RIGHT_CALL}"),
         (lambda: [{"params": [matrix(), ("b", matrix())], "use_muon": True}], "group0.param1 is a tuple, not a tensor"),
-        (lambda: [{"params": [matrix()] * 2, "use_muon": True}], "group 0 holds a parameter twice"),
+        (lambda: [{"params": [matrix()] * 2, "use_muon": True}], "group 0 holds a parameter twice, so it would be stepped twice"),
+        (lambda: [group([matrix() * 2])], "non-leaf"),
+        (lambda: [group(empty(torch.int32))], r"dtype torch\.int32; Muon needs floating point"),
+        (lambda: [group(empty(torch.complex64))], r"layers\.0\.weight is complex \(torch\.complex64\).*view_as_real\(param\)"),
+        (lambda: [group(empty(torch.complex64), use_muon=False)], r"others\.0\.weight is complex .*view_as_real\(param\)"),
+        (lambda: [group(make_params((2, 3, 4, 5)), expert_keys=["layers"])], r"more than two dims.*\(now \['layers'\]\)"),
     ],
 )
 def test_params(params: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Muon(params())
-
-
-def test_a_parameter_twice() -> None:
-    param = matrix()
-    with pytest.raises(ConfigError, match="group 0 holds a parameter twice, so it would be stepped twice"):
-        Muon([group([param, param])])
-    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
-        Muon([group([param]), group([param], use_muon=False)])
 
 
 def test_a_name_twice() -> None:
@@ -112,90 +113,28 @@ def test_elements_that_share_an_address(memory: str, use_muon: bool) -> None:
     Muon([group([matrix(), nn.Parameter(param.detach(), requires_grad=False), nn.Parameter(torch.randn(6, 4).T)])])
 
 
-def test_four_dims_are_no_experts() -> None:
-    with pytest.raises(ConfigError, match=r"more than two dims.*\(now \['layers'\]\)"):
-        muon(make_params((2, 3, 4, 5)), expert_keys=["layers"])
-
-
-@pytest.mark.parametrize("use_muon", [True, False])
-def test_complex_parameters(use_muon: bool) -> None:
-    param = nn.Parameter(torch.zeros(3, 4, dtype=torch.complex64))
-    with pytest.raises(ConfigError, match=r"\w+\.0\.weight is complex \(torch\.complex64\).*torch\.view_as_real\(param\)"):
-        Muon([group([param], use_muon=use_muon)])
-
-
-def test_integer_parameters() -> None:
-    param = nn.Parameter(torch.zeros(3, 4, dtype=torch.int32), requires_grad=False)
-    with pytest.raises(ConfigError, match=r"dtype torch\.int32; Muon needs floating point"):
-        muon([param])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"lr": -1e-3}, r"group 0: lr=-0\.001 must be at least 0"),
-        ({"lr": torch.tensor([1e-3, 1e-3])}, "group 0: lr is a tensor of 2 elements; it must have one"),
+        ({"lr": torch.tensor([1e-3, 1e-3])}, "group 0: lr is a tensor of 2 elements .*; it must have one"),
         ({"momentum": 1.0}, r"group 0: momentum=1\.0 must be in \[0, 1\)"),
-        ({"weight_decay": -0.1}, r"group 0: weight_decay=-0\.1 must be at least 0"),
-        (
-            {"scheme": "newton"},
-            r"scheme='newton' is unknown. Write one of \['auto', 'halley', 'hybrid', 'keller', .*'zolotarev'\]",
-        ),
+        ({"adamw_betas": (1.0, 0.95)}, r"Muon: adamw_betas\[0\]=1\.0 must be in \[0, 1\)"),
         ({"scheme": [(1.0, 2.0, 3.0)] * 2}, r"the scheme has 2 steps but ns_steps=5. Pass ns_steps=2"),
         ({"scheme": keller(1)}, "the scheme has 1 steps but ns_steps=5. Pass ns_steps=1"),
         ({"scheme": [(1.0, 2.0)]}, r"every step is a triple \(a, b, c\)"),
-        ({"ns_steps": 0}, "ns_steps=0 must be a whole number from 1 to 64"),
-        ({"ns_steps": 2.5}, r"ns_steps=2\.5 must be a whole number"),
-        ({"ns_steps": 0, "scheme": [(1.0, 2.0, 3.0)]}, "ns_steps=0 must be a whole number"),
-        ({"adjust_lr_fn": "rms"}, r"adjust_lr_fn='rms' is unknown. Write one of .* or a function of \(rows, cols\)"),
-        ({"conv": "unfold"}, r"conv='unfold' is unknown; write one of \(None, 'flatten'\)"),
+        ({"ns_steps": 0, "scheme": [(1.0, 2.0, 3.0)]}, "ns_steps=0 must be a whole number from 1 to 64"),
         ({"compute_dtype": torch.int8}, r"group 0: compute_dtype=torch\.int8 must be a floating point dtype"),
-        ({"momentum_dtype": "float32"}, "group 0: momentum_dtype='float32' must be a floating point dtype"),
-    ],
-    ids=str,
-)
-def test_options_of_a_muon_group(options: dict[str, Any], message: str) -> None:
-    """Refused from the constructor, from a group and from a group that is added later."""
-    keller(5), keller(1), polar_express(steps=5), polar_express(steps=1)  # what was asked before must not matter
-    with pytest.raises(ConfigError, match=message):
-        Muon([group([matrix()])], **options)
-    with pytest.raises(ConfigError, match=message):
-        Muon([group([matrix()], **options)])
-    optimizer = Muon([group([matrix()])])
-    with pytest.raises(ConfigError, match=message.replace("group 0", "group 1")):
-        optimizer.add_param_group(group([matrix()], prefix="late", **options))
-    assert len(optimizer.param_groups) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"adamw_betas": (1.0, 0.95)}, r"adamw_betas\[0\]=1\.0 must be in \[0, 1\)"),
-        ({"adamw_betas": (0.9,)}, "betas"),
-        ({"adamw_eps": -1e-8}, r"adamw_eps=-1e-08 must be at least 0"),
-    ],
-    ids=str,
-)
-def test_options_of_an_adamw_group(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        adamw([matrix()], **options)
-    with pytest.raises(ConfigError, match=message):
-        Muon([group([matrix()], use_muon=False, **options)])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ({"chunk_size": 0}, r"chunk_size=0 must be -1 .* or at least 1"),
         ({"memory_budget": 0}, "memory_budget=0 must be a positive number of bytes"),
         ({"compile": True, "cuda_graphs": True}, "compile and cuda_graphs exclude each other"),
-        ({"warmup_step": -1}, "warmup_step=-1 must be at least 0"),
     ],
     ids=str,
 )
-def test_options_of_the_optimizer(options: dict[str, Any], message: str) -> None:
+def test_what_is_said_of_options(options: dict[str, Any], message: str) -> None:
+    """tests/params/test_option_fuzz.py has all options, and where they may be given."""
     with pytest.raises(ConfigError, match=message):
-        muon([matrix()], **options)
+        Muon([group([matrix()]), group([matrix()], use_muon=False)], **options)
 
 
 def test_errors_are_also_the_usual_ones() -> None:
@@ -236,24 +175,6 @@ def test_bad_gradients_write_nothing(bad: Any, message: str, position: int, name
         optimizer.step()
     assert_untouched(optimizer, before)
     assert params[0].grad is not None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"scheme": "newton"}, {"ns_steps": 0}, {"adjust_lr_fn": "rms"}, {"scheme": [(1.0, 2.0, 3.0)] * 2}, {"conv": 3}],
-    ids=str,
-)
-def test_bad_values_set_by_hand_write_nothing(change: dict[str, Any]) -> None:
-    """Groups are read at every step, so they are checked there too, before the momentum has moved."""
-    params = make_params((4, 6), (3, 2, 2, 2))
-    optimizer = Muon([group(params[:1]), group(params[1:], prefix="convs", conv="flatten")], lr=LR)
-    run(optimizer, params, [0])
-    before = everything(optimizer)
-    optimizer.param_groups[1].update(change)
-    set_gradients(params, gradients(params, 1))
-    with pytest.raises(ConfigError, match=next(iter(change))):
-        optimizer.step()
-    assert_untouched(optimizer, before)
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "stale gradient"])
@@ -313,15 +234,10 @@ def test_momentum_that_lies_elsewhere(mesh: Any) -> None:
     again.grad = torch.ones_like(again)
     optimizer.param_groups[0]["params"][0] = again
     optimizer.state[again] = optimizer.state.pop(param)
-    collector = Collector(lambda param: None)
+    collector = Collector(None)
     collector.inspect(optimizer.param_groups, KeptError())
-    with pytest.raises(StateError, match=r"now lies on its mesh as cpu \[S\(0\)\] on 2, its momentum_buffer as cpu \[R\] on 2"):
+    with pytest.raises(StateError, match=r"float32 on cpu \[S\(0\)\] on 2, its momentum_buffer is .* on cpu \[R\] on 2\."):
         collector.check(optimizer.param_groups, optimizer.state)
-
-
-def test_a_tensor_that_is_no_leaf() -> None:
-    with pytest.raises(ValueError, match="non-leaf"):
-        muon([matrix() * 2])
 
 
 def test_a_refused_group_is_not_added() -> None:

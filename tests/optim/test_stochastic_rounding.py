@@ -1,9 +1,8 @@
-"""``rounding="stochastic"`` in whole steps: bits, state, checkpoints, refusals."""
+"""``rounding="stochastic"`` in whole steps: bits, state, checkpoints, refusals. Layouts are drawn in tests/dist/test_cases.py."""
 
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import ConfigError, DistMuon, Muon, RoutingWarning, StateError
-from meshmuon.checkpoint import convert_torch_state
+from meshmuon import ConfigError, Muon, RoutingWarning, StateError
 from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
-from tests.support.tensors import same, seeded
-from tests.support.threads import run_threads
+from tests.support.tensors import through_disk
 
 COUNTER = "rounding_counter"
 SHAPES = ((8, 12), (12, 8), (3, 6, 4), (5,), (7, 2))
@@ -32,14 +29,6 @@ def counts(optimizer: Muon, params: Sequence[Tensor]) -> list[int]:
     return [int(optimizer.state[param][COUNTER][1]) for param in params]
 
 
-def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
-
-
 def test_every_parameter_counts_its_steps_with_a_key_of_its_own() -> None:
     params = make_params(*SHAPES, dtype=HALF)
     optimizer = build(params)
@@ -53,17 +42,6 @@ def test_every_parameter_counts_its_steps_with_a_key_of_its_own() -> None:
     run(other, again, range(3))
     assert_same_bits(again, params)
     assert [int(other.state[param][COUNTER][0]) for param in again] == keys
-
-
-def test_other_names_give_other_bits() -> None:
-    found = []
-    for prefix in ("a", "b"):
-        params = make_params((30, 40), dtype=HALF)
-        optimizer = Muon([group(params, prefix=prefix)], lr=LR, rounding="stochastic")
-        run(optimizer, params, range(1))
-        found.append(params[0].detach())
-    different = float((found[0] != found[1]).float().mean())
-    assert 0.2 < different < 0.5  # a third of all pairs of roundings of a random number
 
 
 def test_what_is_not_stepped_is_not_counted() -> None:
@@ -180,22 +158,6 @@ def test_other_dtypes_are_rounded_as_ever() -> None:
     assert [COUNTER in optimizer.state[param] for param in mixed] == [True, False, False, False, True]
 
 
-def test_torch_states_are_converted() -> None:
-    theirs = make_params((6, 8), (5,), dtype=HALF)
-    muon = torch.optim.Muon([("layers.0.weight", theirs[0])], lr=LR)
-    plain = torch.optim.AdamW([("norms.0.weight", theirs[1])], lr=LR)
-    set_gradients(theirs, gradients(theirs, 0))
-    muon.step()
-    plain.step()
-    params = copies(theirs)
-    optimizer = Muon(
-        [group(params[:1]), group(params[1:], use_muon=False, prefix="norms")], lr=LR, rounding="stochastic", none_grad=False
-    )
-    optimizer.load_state_dict(convert_torch_state(optimizer, muon.state_dict(), plain.state_dict()))
-    run(optimizer, params, range(1, 2))
-    assert counts(optimizer, params) == [1, 1]
-
-
 # AdamW.
 
 ADAMW_SHAPES = ((37,), (9, 70), (300, 301))
@@ -249,35 +211,6 @@ def test_adamw_decays_on_average() -> None:
     assert bool((found["nearest"] == 1).all())
     values = found["stochastic"]
     assert abs(float(values.mean()) - (1 - 2**-10) ** 256) <= 5 * float(values.std()) / 100
-
-
-# DistMuon. What other layouts do is drawn in tests/dist/test_cases.py.
-
-
-def test_dist_muon_rounds_as_one_device_also_after_new_owners() -> None:
-    shapes = ((6, 4), (4, 9), (6, 4), (5, 5))
-
-    def train(kind: type[Muon], grad: Any) -> list[Tensor]:
-        params = [nn.Parameter(seeded(shape, k).bfloat16()) for k, shape in enumerate(shapes)]
-        vector = nn.Parameter(seeded((7,), 9).bfloat16())
-        groups = [group(params), group([vector], use_muon=False, prefix="norms")]
-        optimizer = kind(groups, lr=0.02, adjust_lr_fn="original", weight_decay=0.1, rounding="stochastic")
-        for step in range(5):
-            for k, param in enumerate((*params, vector)):
-                param.grad = None if step == 2 and k == 0 else grad(param, step, k)  # another plan, with other owners
-            optimizer.step()
-        return [param.detach().clone() for param in (*params, vector)]
-
-    def gradient(param: Tensor, step: int, k: int) -> Tensor:
-        return seeded(tuple(param.shape), 100 * step + k).bfloat16()
-
-    expected = train(Muon, gradient)
-
-    def main(rank: int) -> None:
-        for k, (found, wanted) in enumerate(zip(train(DistMuon, gradient), expected, strict=True)):
-            same(found, wanted, f"parameter {k}")  # the mean of equal gradients is exact for two ranks
-
-    run_threads(2, main)
 
 
 def test_an_idle_parameter_neither_counts_nor_changes() -> None:

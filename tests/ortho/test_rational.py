@@ -10,28 +10,24 @@ import pytest
 import torch
 from mpmath import ellipfun, ellipk, mp, mpf, workdps
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshmuon import ConfigError
 from meshmuon.ortho import (
     AUTO,
     Rational,
     Scheme,
-    Workspace,
     fallback_reason,
     halley,
     hybrid,
     keller,
     orthogonalize,
-    orthogonalize_flops,
     polar_express,
-    reserve_scratch,
     resolve_scheme,
     scheme_for,
     zolotarev,
 )
 from meshmuon.ortho.blocks import _simulate, choose_blocks, is_safe, standard_blocks, worst_error
-from meshmuon.ortho.kernels.inverse import ShiftedInverses, inverse_scratch, plain_inverses
+from meshmuon.ortho.kernels.inverse import ShiftedInverses, inverse_work, plain_inverses
 from meshmuon.ortho.kernels.products import BlockedProducts
 from meshmuon.ortho.rational import HYBRID_STEP, halley_step, zolotarev_step
 from meshmuon.ortho.workspace import aligned_matrices
@@ -116,11 +112,6 @@ def test_halley_lifts_the_bound_as_high_as_one_pole_can() -> None:
     assert step.constant * scale == pytest.approx(zolotarev_one.constant, rel=1e-9)
 
 
-@pytest.mark.parametrize(("scheme", "worst"), [(halley(quintics=1), 0.157), (halley(), 0.0024)], ids=str)
-def test_halley_and_quintics(scheme: Scheme, worst: float) -> None:
-    assert max(abs(1 - scheme(10 ** (-3 * k / 3000))) for k in range(3001)) == pytest.approx(worst, rel=0.02)
-
-
 def test_the_hybrid_step_is_the_best_one() -> None:
     """Chebyshev's criterion: error and room for rounding take their largest value 2·poles + 4 times, with alternating sign."""
     step = HYBRID_STEP.scaled(1 / 0.9965)  # as it was before rounding upwards was allowed for
@@ -138,10 +129,9 @@ def test_the_hybrid_step_is_the_best_one() -> None:
     assert max(peaks) == pytest.approx(0.12530023, abs=1e-7)
 
 
-def test_the_hybrid_scheme_is_as_exact_as_polar_express() -> None:
-    for dtype in (torch.float32, torch.float64):
-        assert worst_error(hybrid(), dtype) <= worst_error(polar_express(), dtype)
-    assert max(abs(1 - hybrid()(10 ** (-3 * k / 3000))) for k in range(3001)) == pytest.approx(0.1284, abs=1e-4)
+@pytest.mark.parametrize(("scheme", "worst"), [(halley(quintics=1), 0.157), (halley(), 0.0024), (hybrid(), 0.1284)], ids=str)
+def test_worst_distances_from_one(scheme: Scheme, worst: float) -> None:
+    assert max(abs(1 - scheme(10 ** (-3 * k / 3000))) for k in range(3001)) == pytest.approx(worst, rel=0.02)
 
 
 def test_a_linear_term_alone_counts() -> None:
@@ -155,16 +145,6 @@ def test_a_linear_term_alone_counts() -> None:
 # Inverses
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_matrices_that_take_turns_in_the_buffers_get_the_bits_of_those_that_do_not(count: int) -> None:
-    batch, scheme, workspace = gaussian(count, 70, 40), zolotarev(poles=2), Workspace()
-    alone = torch.stack([orthogonalize(matrix, scheme) for matrix in batch])
-    reserve_scratch(batch, scheme, form="auto", dtype=torch.float32, workspace=workspace)
-    reserved = workspace.bytes()
-    assert torch.equal(orthogonalize(batch, scheme, workspace=workspace), alone)
-    assert workspace.bytes() == reserved
-
-
 def factor_of(gram: Tensor, step: Rational) -> Tensor:
     """What ``BlockedProducts`` makes of a step, in buffers of its own."""
     buffers: dict[str, Tensor] = {}
@@ -173,7 +153,7 @@ def factor_of(gram: Tensor, step: Rational) -> Tensor:
         return buffers.setdefault(name, aligned_matrices((1, rows, cols), gram.dtype, gram.device)[0].fill_(math.nan))
 
     inverses = ShiftedInverses(gram.size(1), take)
-    assert sum(buffer.numel() for buffer in buffers.values()) == inverse_scratch(gram.size(1))
+    assert sum(buffer.numel() for buffer in buffers.values()) == inverse_work(gram.size(1)).scratch
     return BlockedProducts().inverses(gram, step, torch.empty_like(gram), lambda: inverses)
 
 
@@ -211,11 +191,6 @@ def test_a_batch_has_the_bits_of_single_matrices_at_any_address(n: int, dtype: t
     with HostileArithmetic() as hostile:
         assert torch.equal(factor_of(grams, step), alone)
     assert hostile.nudged == 0  # every operand begins at a multiple of 64 bytes
-
-
-def test_torch_routines_agree_with_ours() -> None:
-    step, gram = zolotarev_step(1e-2, 3), gram_of("log", 50, torch.float64)
-    assert torch.allclose(plain_inverses(gram, step), factor_of(gram, step), rtol=1e-9, atol=1e-9)
 
 
 # Whole matrices
@@ -299,31 +274,7 @@ def test_zero_rank_one_tiny_huge_and_not_finite(scheme: Scheme) -> None:
         assert torch.equal(result[1], orthogonalize(x, scheme))
 
 
-def test_a_workspace_serves_other_shapes_in_between() -> None:
-    workspace, shapes = Workspace(), ((40, 60), (130, 64), (9, 9), (260, 260))
-    fresh = [orthogonalize(gaussian(2, *shape), zolotarev()) for shape in shapes]
-    for _ in range(2):
-        for shape, result in zip(shapes, fresh, strict=True):
-            assert torch.equal(orthogonalize(gaussian(2, *shape), zolotarev(), workspace=workspace), result)
-
-
-# Cost and choice
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, (384, 390), (520, 520), (1040, 1040)], ids=str)
-@pytest.mark.parametrize("scheme", [zolotarev(), halley(), zolotarev(poles=1), hybrid()], ids=str)
-def test_flops_are_those_that_torch_counts(shape: tuple[int, int], scheme: Scheme) -> None:
-    orthogonalize(gaussian(1, 1), scheme)  # the search for safe blocks multiplies too, once
-    with FlopCounterMode(display=False) as counter:
-        orthogonalize(gaussian(*shape), scheme)
-    assert counter.get_total_flops() == orthogonalize_flops(*shape, scheme.steps, choose_blocks(*shape, scheme, torch.float32))
-
-
-def test_a_rational_scheme_needs_a_third_of_the_flops() -> None:
-    for n, m in ((512, 512), (768, 768), (2048, 2048)):
-        rational = orthogonalize_flops(n, m, zolotarev().steps, (1,))
-        polynomial = orthogonalize_flops(n, m, polar_express().steps, choose_blocks(n, m, polar_express(), torch.float32))
-        assert rational < 0.4 * polynomial
+# Choice
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -92,17 +92,6 @@ def test_a_scaled_interval_has_the_stretched_quintic(low: float, share: float, f
     assert best_quintic(low * factor, high * factor) == best_quintic(low, high).stretched(factor)
 
 
-@given(a=st.floats(-9, 9), b=st.floats(-9, 9), c=st.floats(-9, 9), x=st.floats(-2, 2), factor=st.floats(0.1, 10))
-def test_quintic_operations(a: float, b: float, c: float, x: float, factor: float) -> None:
-    quintic = Quintic(a, b, c)
-    value = a * x + b * x**3 + c * x**5
-    assert quintic(x) == pytest.approx(value, abs=1e-13 * (1 + size(quintic, x)))
-    assert quintic(-x) == -quintic(x)
-    assert quintic.scaled(factor)(x) == pytest.approx(factor * quintic(x), abs=1e-13 * factor * (1 + size(quintic, x)))
-    stretched = quintic.stretched(factor)
-    assert stretched(factor * x) == pytest.approx(quintic(x), abs=1e-13 * (1 + size(quintic, x)))
-
-
 @pytest.mark.parametrize(
     ("low", "high"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 0.5), (1.0, math.inf), (math.nan, 1.0), (0.5, math.nan)]
 )

@@ -15,9 +15,8 @@ from meshmuon.ortho import Scheme, keller, polar_express, resolve_scheme
 from meshmuon.ortho.remez import Quintic
 from meshmuon.ortho.schemes import MAX_STEPS
 
-from .oracle import EXACT, PUBLISHED, WORST, WORST_EXACTLY, Published, apply_steps, mp_polar_express
+from .oracle import EXACT, SAFE, WORST_EXACTLY, Triple, apply_steps, mp_polar_express
 
-CASES = [(case, steps) for case in (*PUBLISHED, Published(0.0, 0.0, EXACT[:9], {10: EXACT[9]})) for steps in case.last]
 FACTORS = [(0.01, 0.02), (0.02, 0.02), (0.0, 0.02407327424182761), (0.0, 0.0)]  # safety and cushion
 KELLER = (3.4445, -4.7750, 2.0315)
 
@@ -36,12 +35,10 @@ def test_polar_express_equals_a_computation_in_800_digits(safety: float, cushion
         assert our_step == pytest.approx(their_step, rel=1e-12)
 
 
-@pytest.mark.parametrize(("case", "steps"), CASES, ids=lambda value: getattr(value, "safety", value))
-def test_polar_express_equals_published_numbers(case: Published, steps: int) -> None:
-    ours = polar_express(1e-3, steps, case.safety, case.cushion).steps
-    for our_step, their_step in zip(ours[:-1], case.steps, strict=False):
+@pytest.mark.parametrize(("published", "safety", "cushion"), [(EXACT, 0.0, 0.0), (SAFE, 0.01, 0.02)])
+def test_polar_express_equals_published_numbers(published: tuple[Triple, ...], safety: float, cushion: float) -> None:
+    for our_step, their_step in zip(polar_express(1e-3, len(published), safety, cushion).steps, published, strict=True):
         assert our_step == pytest.approx(their_step, rel=1e-10)
-    assert ours[-1] == pytest.approx(case.last[steps], rel=1e-10)
 
 
 def test_published_worst_errors_are_those_of_the_exact_recursion() -> None:
@@ -58,7 +55,6 @@ def test_worst_error_of_the_composition(steps: int) -> None:
     # thousand times by the fifth. From the seventh on the error is cubed instead.
     rounding = 1e-11 if steps < 7 else 1e-15
     assert worst == pytest.approx(float(WORST_EXACTLY[steps - 1]), rel=1e-9, abs=rounding)
-    assert worst == pytest.approx(WORST.get(steps, worst), rel=1e-9, abs=rounding)
     assert 1 - scheme(1e-3) == pytest.approx(float(WORST_EXACTLY[steps - 1]), rel=1e-11, abs=1e-15)
 
 
@@ -87,13 +83,8 @@ def test_defaults_of_the_schemes() -> None:
     assert polar_express() == polar_express(l=1e-3, steps=5, safety=0.01, cushion=0.02)
     assert polar_express().source == "minimax by Remez, l=0.001, safety=0.01, cushion=0.02"
     assert keller() == keller(5)
+    assert keller(9).steps == (KELLER,) * 9
     assert (keller().name, polar_express().name) == ("keller", "polar_express")
-
-
-@pytest.mark.parametrize("steps", [1, 5, 9])
-def test_keller_is_one_triple_repeated(steps: int) -> None:
-    assert keller(steps).steps == (KELLER,) * steps
-    assert keller(steps).source
 
 
 def test_keller_ends_where_its_description_says() -> None:
@@ -118,32 +109,27 @@ def test_schemes_are_hashable_and_survive_pickling() -> None:
 # What a user may write
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5, 10])
+@pytest.mark.parametrize("steps", [1, 3, 5, MAX_STEPS])
 def test_names_give_as_many_steps_as_asked_for(steps: int) -> None:
     assert resolve_scheme("keller", steps) == keller(steps)
     assert resolve_scheme("polar_express", steps) == polar_express(steps=steps)
 
 
-def test_one_bare_triple_is_repeated() -> None:
-    for triple in (KELLER, list(KELLER), [KELLER], (KELLER,), [list(KELLER)], torch.tensor([KELLER], dtype=torch.float64)):
-        scheme = resolve_scheme(triple, 4)
-        assert isinstance(scheme, Scheme)
-        assert (scheme.name, scheme.steps) == ("custom", (KELLER,) * 4)
-
-
-def test_a_triple_may_hold_whole_numbers() -> None:
-    scheme = resolve_scheme((2, -1, 0), 2)
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        *((triple, (KELLER,) * 4) for triple in (KELLER, list(KELLER), [KELLER], (KELLER,), [list(KELLER)])),  # it is repeated
+        (torch.tensor([KELLER], dtype=torch.float64), (KELLER,) * 4),
+        ((2, -1, 0), ((2.0, -1.0, 0.0),) * 4),
+        ([[3, -3, 1], [2, -2, 1], [1.5, -0.5, 0], KELLER], ((3.0, -3.0, 1.0), (2.0, -2.0, 1.0), (1.5, -0.5, 0.0), KELLER)),
+    ],
+    ids=str,
+)
+def test_triples(given: Any, steps: tuple[tuple[float, float, float], ...]) -> None:
+    scheme = resolve_scheme(given, 4)
     assert isinstance(scheme, Scheme)
-    assert scheme.steps == ((2.0, -1.0, 0.0),) * 2
-    assert all(isinstance(value, float) for step in scheme.steps for value in step)
-
-
-def test_a_list_of_triples_is_taken_in_order() -> None:
-    triples = [[3, -3, 1], [2, -2, 1], [1.5, -0.5, 0]]
-    scheme = resolve_scheme(triples, 3)
-    assert isinstance(scheme, Scheme)
-    assert scheme.steps == ((3.0, -3.0, 1.0), (2.0, -2.0, 1.0), (1.5, -0.5, 0.0))
-    assert isinstance(scheme.steps[0], Quintic)
+    assert (scheme.name, scheme.steps) == ("custom", steps)
+    assert all(isinstance(step, Quintic) and all(isinstance(value, float) for value in step) for step in scheme.steps)
 
 
 def test_a_scheme_and_a_callable_are_left_as_they_are() -> None:
@@ -184,21 +170,17 @@ def test_unusable_numbers_of_steps_are_refused(scheme: Any, steps: Any) -> None:
         resolve_scheme(scheme, steps)
 
 
-def test_the_largest_number_of_steps_works() -> None:
-    assert len(keller(MAX_STEPS).steps) == MAX_STEPS
-    assert polar_express(steps=MAX_STEPS)(1e-3) == pytest.approx(1, abs=1e-15)
-
-
-@pytest.mark.parametrize("l", [0.0, 1.0, -1e-3, 2.0, float("nan")])
-def test_a_bound_outside_its_range_is_refused(l: float) -> None:  # noqa: E741
-    with pytest.raises(ConfigError, match=rf"polar_express: l={l} is outside \(0, 1\).*use 1e-3"):
-        polar_express(l)
-
-
-@pytest.mark.parametrize(("safety", "cushion"), [(-0.01, 0.02), (1.0, 0.02), (0.01, -0.1), (0.01, 1.0)])
-def test_safety_and_cushion_outside_their_range_are_refused(safety: float, cushion: float) -> None:
-    with pytest.raises(ConfigError, match=rf"safety={safety} and cushion={cushion} must be in \[0, 1\); use 0.01 and 0.02"):
-        polar_express(1e-3, 5, safety, cushion)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"l": low}, rf"polar_express: l={low} is outside \(0, 1\).*use 1e-3") for low in (0.0, 1.0, -1e-3, 2.0, float("nan"))),
+        *(({"safety": value}, rf"safety={value} and cushion=0.02 must be in \[0, 1\)") for value in (-0.01, 1.0)),
+        *(({"cushion": value}, rf"safety=0.01 and cushion={value} must be in .*use 0.01 and 0.02") for value in (-0.1, 1.0)),
+    ],
+)
+def test_options_outside_their_range_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        polar_express(**options)
 
 
 @pytest.mark.parametrize("l", [1e-6, 1e-4, 0.1, 0.999])

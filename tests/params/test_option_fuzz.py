@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from meshmuon import (
@@ -323,50 +321,23 @@ def test_an_option_that_was_deleted(option: str, begun: bool) -> None:
     optimizer.step()
 
 
-@given(
-    value=st.one_of(st.floats(), st.integers(), st.floats(width=32).map(np.float32)),
-    option=st.sampled_from(["lr", "momentum", "weight_decay", "adamw_eps"]),
-)
-def test_random_numbers(value: Any, option: str) -> None:
-    params = make_params(MATRIX, VECTOR)
-    before = copies(params)
-    if GROUP_OPTIONS[option](value):
-        steps(build(params, **{option: value}), params)
-    else:
-        with refused(option, value):
-            build(params, **{option: value})
-        assert_same_bits(params, before)
-
-
+@pytest.mark.filterwarnings("ignore::meshmuon.RoutingWarning")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_the_largest_learning_rate(dtype: torch.dtype, by_hand: bool) -> None:
     """lr·factor may be as large as the largest number of the dtype that a step computes in, and no larger."""
-    largest = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max
-    factor = 0.2 * math.sqrt(36)
-    too_large = largest / factor * (1 + 1e-15)
-    while too_large * factor <= largest:
-        too_large = math.nextafter(too_large, math.inf)
-    fits = too_large
-    while fits * factor > largest:
-        fits = math.nextafter(fits, 0.0)
-    for lr, right in ((fits, True), (too_large, False)):
+    largest = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).max / (0.2 * math.sqrt(36))
+    refusal = pytest.raises(ConfigError, match=r"lr=.* times adjust_lr_fn's 1\.2 for a 36×4 matrix")
+    for lr, right in ((largest * (1 - 1e-14), True), (largest * (1 + 1e-14), False)):
         params = make_params((36, 4), (2, 2), (4, 36), dtype=dtype)
         before = copies(params)
-        written = [{"params": params, "names": ["a", "b", "c"], "use_muon": True, "weight_decay": 0.0}]
-        optimizer = None
-        if by_hand:
-            optimizer = Muon(written)
-            optimizer.param_groups[0]["lr"] = lr
         set_gradients(params, gradients(params, 0))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RoutingWarning)
-            if right:
-                (optimizer or Muon(written, lr=lr)).step()
-                continue
-            with pytest.raises(ConfigError, match=r"lr=.* times adjust_lr_fn's 1\.2 for a 36×4 matrix"):
-                (optimizer or Muon(written, lr=lr)).step()
-        assert_same_bits(params, before)
+        with nullcontext() if right else refusal:
+            written = [{"params": params, "names": list("abc"), "use_muon": True, "weight_decay": 0.0}]
+            optimizer = Muon(written, lr=LR if by_hand else lr)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+        assert right or all(map(torch.equal, params, before))
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
@@ -461,15 +432,6 @@ def test_groups_of_processes(group: Any) -> None:
     with refused("replica_group", group):
         optimizer.replica_group = group
     assert optimizer.replica_group is None
-
-
-def test_dist_muon_checks_as_muon_does() -> None:
-    for option in ("lr", "momentum", "nesterov", "ns_steps", "weight_decay", "maximize", "debug", "warmup_step"):
-        right = {**GROUP_OPTIONS, **OPTIMIZER_OPTIONS}[option]
-        for value in VALUES:
-            if not right(value) and not (option == "lr" and 0 <= as_number(value) < math.inf):  # another factor
-                with refused(option, value):
-                    DistMuon(make_params(MATRIX), **{option: value})
 
 
 def test_schemes_without_steps() -> None:

@@ -19,7 +19,7 @@ from meshmuon import ConfigError, DistMuon, Muon, OptionNameWarning
 from meshmuon.integrations.factory import muon_for
 from meshmuon.optim import muon as muon_module
 from meshmuon.params import arguments, option_table
-from meshmuon.params.option_table import OPTIONS, TIERS, Compared, Option, ParamGroup, Scope, group_options, optimizer_options
+from meshmuon.params.option_table import OPTIONS, TIERS, Option, ParamGroup, group_options, optimizer_options
 from tests.support.reference import group, make_params, muon
 
 from .test_option_fuzz import GROUP_OPTIONS, OPTIMIZER_OPTIONS
@@ -252,12 +252,3 @@ def test_errors_show_the_name_that_was_written() -> None:
 def test_optimizer_options_in_a_group(name: str) -> None:
     with pytest.raises(ConfigError, match=f"group 0: {name} holds for the whole optimizer"):
         Muon([group(make_params((3, 4)), **{name: None})])
-
-
-def test_scopes() -> None:
-    """Groups of one route do not read the options of the other."""
-    assert {option.scope for option in group_options(True)} == {Scope.ALL_GROUPS, Scope.MUON_GROUPS}
-    assert {option.scope for option in group_options(False)} == {Scope.ALL_GROUPS, Scope.ADAMW_GROUPS}
-    assert {option.scope for option in optimizer_options()} == {Scope.OPTIMIZER}
-    by_value: Any = [option for option in optimizer_options() if option.compared is Compared.BY_VALUE]
-    assert not by_value, "only hyperparameters of groups are compared by value"

@@ -178,19 +178,6 @@ def test_a_rule_of_ones_own() -> None:
     assert torch.equal(optimizer.state[param]["rule_memory"], torch.ones(6, 1, dtype=torch.float64))
 
 
-def test_groups_have_rules_of_their_own_and_are_read_at_every_step() -> None:
-    params = [nn.Parameter(draw((6, 4), 0)) for _ in range(3)]
-    groups = [{"params": [p], "names": [str(k)], "use_muon": True} for k, p in enumerate(params)]
-    groups[1]["rule"] = "muon_plus"
-    optimizer = Muon(groups, scheme="keller")
-    optimizer.param_groups[2]["rule"] = "muon_plus"
-    for param in params:
-        param.grad = draw((6, 4), 1)
-    optimizer.step()
-    assert torch.equal(params[1], params[2])
-    assert not torch.equal(params[0], params[1])
-
-
 def test_state_survives_and_other_rules_states_are_refused() -> None:
     param = nn.Parameter(draw((6, 4), 0).bfloat16())
     optimizer = optimizer_for([param], rule="normuon", scheme="keller", ns_steps=5)
@@ -229,16 +216,6 @@ def test_a_rule_that_cannot_be_hashed_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="frozen dataclass"):
         optimizer_for([nn.Parameter(torch.zeros(3, 3))], rule=Loose())
-
-
-def test_a_checkpoint_s_rule_holds_and_is_told() -> None:
-    params = [nn.Parameter(draw((4, 3), 0)) for _ in range(2)]
-    plain, other = optimizer_for([params[0]]), optimizer_for([params[1]], rule="normuon")
-    params[0].grad = draw((4, 3), 1)
-    plain.step()
-    with pytest.warns(UserWarning, match=r"0\.experts.*saved with rule='plain'.*built with 'normuon'"):
-        other.load_state_dict(plain.state_dict())
-    assert other.param_groups[0]["rule"] == "plain"
 
 
 def test_a_beta_out_of_range_is_refused() -> None:

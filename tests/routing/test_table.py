@@ -151,6 +151,9 @@ def test_torchs_attention_is_split_and_does_not_warn(recwarn: pytest.WarningsRec
         ("out_proj.weight", 1, "matrix"),
     ]
     assert not recwarn.list
+    head, _, first, *_ = str(table).splitlines()
+    assert head.endswith("update rms  why")
+    assert first.endswith("fused q, k, v")
 
 
 class Tower(nn.Module):
@@ -161,7 +164,7 @@ class Tower(nn.Module):
         self.layers = nn.ModuleList([nn.ModuleDict({"my_qkv_proj": nn.Linear(8, 20)}) for _ in range(layers)])
 
 
-@pytest.mark.parametrize(("layers", "subject"), [(1, "weight looks like"), (5, "weight and 4 more of its kind look like")])
+@pytest.mark.parametrize(("layers", "subject"), [(1, "weight looks like"), (5, "weight (and 4 more of its kind) looks like")])
 def test_one_warning_for_all_layers(layers: int, subject: str) -> None:
     with pytest.warns(RoutingWarning) as record:
         optimizer = Muon(get_default_muon_param_groups(Tower(layers)))
@@ -178,12 +181,6 @@ def test_an_unknown_stack_goes_to_adamw_and_warns() -> None:
     assert [(row.route, row.why) for row in optimizer.routing_table().rows] == [
         ("adamw", "more than two dims, not known as a stack of matrices")
     ]
-
-
-def test_reasons_in_the_table() -> None:
-    text = str(Muon(get_default_muon_param_groups(nn.MultiheadAttention(8, 2))).routing_table())
-    assert text.splitlines()[0].endswith("update rms  why")
-    assert text.splitlines()[2].endswith("fused q, k, v")
 
 
 def test_reasons_that_are_not_ours_do_not_matter() -> None:
@@ -221,12 +218,6 @@ def test_usual_rates_do_not_warn(rule: Any, lr: float, recwarn: pytest.WarningsR
     """lr=0 is how warm-up starts."""
     Muon([named("w", 4, 4), named("lm_head.weight", 4, 4, use_muon=False, lr=0.3)], lr=lr, adjust_lr_fn=rule)
     assert not [warning for warning in recwarn if issubclass(warning.category, RoutingWarning)]
-
-
-def test_several_warnings_are_all_given() -> None:
-    with pytest.warns(RoutingWarning) as record:
-        Muon([named("embed.weight", 8, 4), named("qkv.weight", 8, 4)], lr=0.5)
-    assert len(record) == 4  # two rates, two routes
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -233,13 +233,13 @@ def fresh(layout: str, **options: Any) -> tuple[Model, Muon]:
     return model, optimizer_of(model, **options)
 
 
-def whole_state(model: Model, optimizer: Muon, options: StateDictOptions | None = None) -> dict[str, Any]:
+def whole_state(model: nn.Module, optimizer: Muon, options: StateDictOptions | None = None) -> dict[str, Any]:
     return {
         "model": get_model_state_dict(model, options=options),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
 
 
-def load_whole(model: Model, optimizer: Muon, state: dict[str, Any], options: StateDictOptions | None = None) -> None:
+def load_whole(model: nn.Module, optimizer: Muon, state: dict[str, Any], options: StateDictOptions | None = None) -> None:
     set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)

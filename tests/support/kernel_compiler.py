@@ -52,7 +52,7 @@ def compile_kernel(variant: KernelVariant, tiling: Tiling, capability: int) -> C
     compiled = triton.compile(
         _source(triton_symmetric._symmetric_kernel, variant, tiling),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tiling.warps, "num_stages": tiling.stages},
+        options={"num_warps": tiling.warps, "num_stages": tiling.stages, "enable_fp_fusion": True},
     )
     return CompiledKernel(compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps)
 

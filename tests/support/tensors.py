@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +69,15 @@ def assert_untouched(optimizer: Muon, before: Sequence[Tensor]) -> None:
     for tensor, old in zip(now, before, strict=True):
         assert tensor.shape == old.shape, "a refused step has changed a shape"
         same(tensor, old, "what a refused step must not write", equal_nan=True)
+
+
+def through_disk(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What is read of a state_dict that was written to a file."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
 
 
 def refused(optimizer: Muon) -> str:

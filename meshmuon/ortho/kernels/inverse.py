@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -97,13 +97,21 @@ class ShiftedInverses:
         self._total.diagonal().add_(step.constant)
         return self._total[: self._n, : self._n]
 
+    def operands(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Both factors of every product that one pole takes."""
+        for call in self._calls:
+            if call.func != self._factor_leaf:
+                *_, left, right = call.args
+                yield left, right
+        yield from ((left, right) for _, left, right in self._squares)
+
     def _shift(self, gram: Tensor, pole: float) -> None:
         n = self._n
         if n < len(self._shifted):
             self._shifted[n:].zero_().diagonal(n).fill_(1.0)
         self._shifted[:n, :n].copy_(gram).diagonal().add_(pole)
 
-    def _factor(self, low: int, high: int) -> Iterator[Callable[[], object]]:
+    def _factor(self, low: int, high: int) -> Iterator[partial[Any]]:
         """The calls that turn A[low:high, low:high] into W[low:high, low:high]; A is overwritten."""
         a, w = self._shifted, self._inverse_factor
         if high == low:  # parameters without elements
@@ -149,41 +157,25 @@ def plain_inverses(gram: Tensor, step: Rational) -> Tensor:
     return total
 
 
-def inverse_scratch(n: int) -> int:
-    """Elements of scratch that ``ShiftedInverses`` takes."""
-    size = _padded(n)
-    return 3 * size * (size + _GAP) + (size - _half(size) + LEAF) * (_half(size) + _GAP) + 3 * LEAF * LEAF
-
-
 class InverseWork(NamedTuple):
     """What one inverse of an n × n matrix takes."""
 
     product_flops: int
     leaf_flops: int  # in the blocks that LAPACK factors and inverts
     products: int  # calls, most of them on blocks that are too small for the speed of large products
+    scratch: int  # elements of the buffers
 
 
 @lru_cache(maxsize=1024)
 def inverse_work(n: int) -> InverseWork:
-    """What one inverse of an n × n matrix takes: its triangular factor, the inverse of that, and its square."""
-    size = _padded(n)
-    flops, products = _factor_work(size)
-    square = sum(2 * (stop - start) * stop * (size - start) for start, stop in _panels(size))
-    return InverseWork(flops + square, size // LEAF * LEAF**3, products + len(_panels(size)))
+    """What one inverse of an n × n matrix takes, counted on tensors without memory."""
+    buffers: list[Tensor] = []
 
+    def take(name: str, rows: int, cols: int) -> Tensor:
+        buffers.append(torch.empty(rows, cols, device="meta"))
+        return buffers[-1]
 
-@lru_cache(maxsize=1024)
-def _factor_work(size: int) -> tuple[int, int]:
-    """FLOPs and number of the products that ``ShiftedInverses`` needs for the inverse factor."""
-    if size <= LEAF:  # 0 for parameters without elements
-        return 0, 0
-    half = _half(size)
-    rest = size - half
-    divide = sum(2 * rest * (stop - start) * stop for start, stop in _panels(half))
-    update = sum(2 * (stop - start) * stop * half for start, stop in _panels(rest))
-    back = sum(2 * rest * (half - start) * (stop - start) for start, stop in _panels(half))
-    apply = sum(2 * (stop - start) * stop * half for start, stop in _panels(rest))
-    (first_flops, first_products), (second_flops, second_products) = _factor_work(half), _factor_work(rest)
-    products = 2 * len(_panels(half)) + (1 + len(_column_ranges(half))) * len(_panels(rest))
-    products += first_products + second_products
-    return divide + update + back + apply + first_flops + second_flops, products
+    inverses = ShiftedInverses(n, take)
+    operands = [*inverses.operands()]
+    flops = sum(2 * left.size(0) * left.size(1) * right.size(1) for left, right in operands)
+    return InverseWork(flops, _padded(n) * LEAF**2, len(operands), sum(buffer.numel() for buffer in buffers))

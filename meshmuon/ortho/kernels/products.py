@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, Protocol, TypeAlias, get_args
@@ -21,6 +22,7 @@ from ...errors import ConfigError, shown
 from ..rational import Rational
 from ..workspace import is_dense
 from .inverse import ShiftedInverses, plain_inverses
+from .tilings import ProductKind
 
 _PANEL = 128
 _SHORT_PANEL = 96  # of results with few rows
@@ -168,16 +170,23 @@ class FunctionalProducts(Products):
 class TritonProducts(BlockedProducts):
     """Symmetric products and norms by Triton kernels; general products, inverses and short sides stay torch's.
 
-    The factor of a quintic is always the kernel's, which adds the diagonal in the same launch.
+    The factor of a quintic is the kernel's also where it is short: the kernel adds the diagonal in the same launch.
+
+    Args:
+        one_by_one: as in ``BlockedProducts``.
+        torch_kinds: kinds of symmetric products that torch computes, because it is faster. Its sums have another order than the
+            kernel's, so ranks must have agreed on them. None if torch does not contend, and need not be measured.
     """
+
+    def __init__(self, *, one_by_one: bool = False, torch_kinds: AbstractSet[str] | None = None) -> None:
+        super().__init__(one_by_one=one_by_one)
+        self._torch_kinds = torch_kinds
 
     def quintic_factor(self, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
         if out.dtype == torch.float64:
             return super().quintic_factor(gram, out, coefficients)
-        from .triton_symmetric import symmetric_product
-
         a, b, c = coefficients
-        return symmetric_product(gram, gram, out=out, addend=gram, alpha=c, beta=b, diagonal=a)
+        return self._by_kernel(gram, gram, out, gram, alpha=c, beta=b, diagonal=a)
 
     def normalise(self, batch: Tensor, x: Tensor, take: Take) -> bool:
         if torch.float64 in (batch.dtype, x.dtype) or batch.stride()[1:] != x.stride()[1:]:
@@ -195,9 +204,26 @@ class TritonProducts(BlockedProducts):
         if a.size(1) <= _LARGEST_SHORT_SIDE and not self.one_by_one and is_dense(out):  # else torch would take many launches
             self._multiply(a, b.mT, out, addend, alpha, beta)
             return out
+        return self._by_kernel(a, b, out, addend, alpha=alpha, beta=beta)
+
+    def _by_kernel(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, *, alpha: float, beta: float, diagonal: float = 0.0
+    ) -> Tensor:
+        """``alpha · a·bᵀ + beta · addend + diagonal · I``, unless torch computes this kind of product."""
+
+        def torch_product() -> None:
+            self._multiply(a, b.mT, out, addend, alpha, beta)
+            if diagonal:
+                out.diagonal(dim1=1, dim2=2).add_(diagonal)
+
+        contends = self._torch_kinds is not None and is_dense(out)
+        if contends and self._torch_kinds and str(ProductKind.of(a, addend)) in self._torch_kinds:
+            torch_product()
+            return out
         from .triton_symmetric import symmetric_product
 
-        return symmetric_product(a, b, out=out, addend=addend, alpha=alpha, beta=beta)
+        factors = {"alpha": alpha, "beta": beta, "diagonal": diagonal}
+        return symmetric_product(a, b, out=out, addend=addend, **factors, torch_product=torch_product if contends else None)
 
 
 class QuackProducts(BlockedProducts):
@@ -257,13 +283,22 @@ def check_kernels(kernels: object) -> None:
         )
 
 
-def products_for(device: torch.device, *, deterministic: bool = False, kernels: str = "auto") -> Products:
+def products_for(
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    kernels: str = "auto",
+    torch_kinds: AbstractSet[str] | None = None,
+) -> Products:
     """The implementation for ``device``.
 
     On CUDA ``"auto"`` is Triton where it is installed; ``"triton"``, ``"quack"`` and ``"torch"`` insist on one. Elsewhere all are
-    torch's own products.
+    torch's own products. ``torch_kinds`` is for Triton.
     """
     if device.type != "cuda" or kernels == "torch":
         return BlockedProducts(one_by_one=deterministic)
-    usual = (TritonProducts if kernels == "triton" or _has("triton") else BlockedProducts)(one_by_one=deterministic)
+    if kernels != "triton" and not _has("triton"):
+        usual = BlockedProducts(one_by_one=deterministic)
+    else:
+        usual = TritonProducts(one_by_one=deterministic, torch_kinds=torch_kinds)
     return QuackProducts(usual, one_by_one=deterministic) if kernels == "quack" else usual

@@ -8,19 +8,25 @@ Each kind of product is measured once: a device of a name, a dtype, a precision,
 a kind runs every candidate on its own operands. That is harmless: all candidates write the same bits. The host waits for the
 device meanwhile, and Triton compiles each candidate, which takes seconds, unless its cache on disk has it. The choice is kept for
 the process. ``MESHMUON_AUTOTUNE=0`` in the environment leaves it out.
+
+Torch's own product, by cuBLAS, contends with them: it does twice the work, and may still be faster on some GPUs. It sums in
+another order, so a rank only notes where it was faster (``torch_is_faster``), and all ranks use it, or none.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from operator import itemgetter
 
 import torch
 
-from ...device import Hardware
+from ...device import Hardware, hardware_of
+from ...torch_compat import tf32_allowed
 
 _logger = logging.getLogger(__name__)
 _ROUND_SECONDS = 2e-3  # of one timing: long against the resolution of a clock, short against compiling
@@ -78,18 +84,20 @@ class ProductKind:
     dtype: torch.dtype
     precision: str
     n: int  # rows of the result, as a power of two that is not smaller
-    k: int  # the inner dim, likewise
+    k: int  # the inner dim, rounded in the same way
     transposed: bool  # rows of the operands are not contiguous
+    addend: bool  # something is added to the product
 
     @classmethod
-    def of(cls, a: torch.Tensor, precision: str, device: str) -> ProductKind:
+    def of(cls, a: torch.Tensor, addend: torch.Tensor | None) -> ProductKind:
         """The kind of ``a @ b.mT``, (batch, n, k) operands."""
         _, n, k = a.shape
-        return cls(device, a.dtype, precision, _power_of_two(n), _power_of_two(k), a.stride(2) != 1)
+        device, precision = hardware_of(a.device).name(a.device), "tf32" if tf32_allowed() else "ieee"
+        return cls(device, a.dtype, precision, _power_of_two(n), _power_of_two(k), a.stride(2) != 1, addend is not None)
 
     def __str__(self) -> str:
-        order = "transposed" if self.transposed else "row-major"
-        return f"{self.device}, {self.dtype}, {self.precision}, n <= {self.n}, k <= {self.k}, {order}"
+        order, added = "transposed" if self.transposed else "row-major", " with an addend" if self.addend else ""
+        return f"{self.device}, {self.dtype}, {self.precision}, n <= {self.n}, k <= {self.k}, {order}{added}"
 
 
 def _power_of_two(size: int) -> int:
@@ -106,36 +114,56 @@ class TileTuner:
 
     def __init__(self, hardware: Hardware, candidates: Mapping[torch.dtype, Sequence[Tiling]] = CANDIDATES) -> None:
         self._hardware, self._candidates = hardware, candidates
-        self._chosen: dict[ProductKind, Tiling] = {}
+        self._chosen: dict[ProductKind, tuple[Tiling, float]] = {}  # with its time
+        self.torch_is_faster: dict[ProductKind, bool] = {}  # than every tiling; of kinds for which it was measured
 
-    def choose(self, kind: ProductKind, default: Tiling, launch: Callable[[Tiling], None], device: torch.device) -> Tiling:
+    def choose(
+        self,
+        kind: ProductKind,
+        default: Tiling,
+        launch: Callable[[Tiling], None],
+        device: torch.device,
+        torch_product: Callable[[], None] | None = None,
+    ) -> Tiling:
         """The fastest tiling for a kind of product; ``launch`` computes it with a tiling, on ``device``.
 
         ``default`` where nothing can be measured now, such as while a CUDA graph is captured, and where no candidate works.
+        ``torch_product`` computes the same, if torch's own product contends.
         """
         chosen = self._chosen.get(kind)
+        if chosen is not None and (torch_product is None or kind in self.torch_is_faster):
+            return chosen[0]
+        if os.environ.get("MESHMUON_AUTOTUNE") == "0" or not self._hardware.runs_now(device):
+            return default if chosen is None else chosen[0]
         if chosen is None:
-            if os.environ.get("MESHMUON_AUTOTUNE") == "0" or not self._hardware.runs_now(device):
-                return default
-            seconds = {tiling: self._seconds(tiling, launch, device) for tiling in self._candidates[kind.dtype]}
-            working = {tiling: time for tiling, time in seconds.items() if time is not None}
-            chosen = min(working, key=working.__getitem__, default=default)
-            _logger.info("tiles for %s: %s, of %d candidates that work", kind, chosen, len(working))
-            self._chosen[kind] = chosen
-        return chosen
+            contenders = (
+                (self._seconds(tiling, partial(launch, tiling), device), tiling) for tiling in self._candidates[kind.dtype]
+            )
+            seconds, tiling = min(contenders, key=itemgetter(0))
+            chosen = self._chosen[kind] = (default if seconds == math.inf else tiling, seconds)
+            _logger.info("tiles for %s: %s", kind, chosen[0])
+        if torch_product is not None:
+            self.torch_is_faster[kind] = self._seconds("torch's product", torch_product, device) < chosen[1]
+            _logger.info("torch's product is faster for %s: %s", kind, self.torch_is_faster[kind])
+        return chosen[0]
 
-    def _seconds(self, tiling: Tiling, launch: Callable[[Tiling], None], device: torch.device) -> float | None:
-        """The time of one launch; None if the device does not take this tiling."""
+    def _seconds(self, contender: object, product: Callable[[], None], device: torch.device) -> float:
+        """The time of one product; infinite if it does not run on the device."""
 
         def repeated(count: int) -> None:
             for _ in range(count):
-                launch(tiling)
+                product()
 
         try:
-            launch(tiling)  # compiles it
+            product()  # compiles it
             once = self._hardware.seconds(device, partial(repeated, 1))
             count = min(_MOST_LAUNCHES, max(1, int(_ROUND_SECONDS / max(once, 1e-9))))
             return min(self._hardware.seconds(device, partial(repeated, count)) / count for _ in range(_ROUNDS))
-        except Exception as error:  # too much shared memory, too many registers: Triton has several errors of its own for it
-            _logger.info("%s does not run on %s: %s", tiling, device, error)
-            return None
+        except Exception as error:  # too much shared memory, too many registers: Triton has several errors for it
+            _logger.info("%s does not run on %s: %s", contender, device, error)
+            return math.inf
+
+
+@lru_cache(maxsize=8)
+def tuner_for(device_type: str) -> TileTuner:
+    return TileTuner(hardware_of(torch.device(device_type)))

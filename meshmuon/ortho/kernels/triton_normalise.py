@@ -8,15 +8,12 @@ Not yet run on a GPU: the tests run the kernels in Triton's interpreter and comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from torch import Tensor
 
 from .products import NORM_PARTS
+from .triton_symmetric import jit
 
 PARTS = NORM_PARTS
 
@@ -27,12 +24,7 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 """What is divided by is never smaller: 0 stays 0, and entries that are smaller are relative to it."""
 
 
-def _jit(function: Callable[..., Any]) -> Any:
-    # triton.jit carries no types; this one place says so to the type checker.
-    return triton.jit(function)
-
-
-@_jit
+@jit
 def _sums_kernel(
     batch: tl.tensor, pitch: tl.tensor, size: tl.tensor, sums: tl.tensor, parts: tl.constexpr, tile: tl.constexpr
 ) -> None:
@@ -54,7 +46,7 @@ def _sums_kernel(
     tl.store(sums + (matrix * parts + part) * 2 + 1, tl.sum(squares * share * share, axis=0))
 
 
-@_jit
+@jit
 def _divide_kernel(
     batch: tl.tensor,
     pitch: tl.tensor,

@@ -18,7 +18,6 @@ sm_100.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,17 +25,16 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from torch import Tensor
 
-from ...device import hardware_of
 from ...torch_compat import tf32_allowed
-from .tilings import CANDIDATES, ProductKind, TileTuner, Tiling, default_tiling
+from .tilings import CANDIDATES, ProductKind, Tiling, default_tiling, tuner_for
 
 
-def _jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any]) -> Any:
     # triton.jit carries no types; this one place says so to the type checker.
     return triton.jit(function)
 
 
-@_jit
+@jit
 def _triangle_root(index: tl.tensor) -> tl.tensor:
     # The largest c with c * (c + 1) / 2 <= index. Next to a triangular number a root in single precision can
     # fall on the wrong side (and the device's root is approximate), so integers have the last word.
@@ -46,7 +44,7 @@ def _triangle_root(index: tl.tensor) -> tl.tensor:
     return root
 
 
-@_jit
+@jit
 def _tile_position(index: tl.tensor, tiles: tl.tensor, strip: tl.constexpr) -> tl.tensor:
     # Counts the tiles of the upper triangle strip by strip, a strip being `strip` neighbouring columns. The
     # columns before column c hold c * (c + 1) / 2 tiles, so a triangular root tells an index's strip. A strip
@@ -64,7 +62,7 @@ def _tile_position(index: tl.tensor, tiles: tl.tensor, strip: tl.constexpr) -> t
     return row, column
 
 
-@_jit
+@jit
 def _symmetric_kernel(
     a: tl.tensor,
     b: tl.tensor,
@@ -153,6 +151,7 @@ def symmetric_product(
     alpha: float = 1.0,
     beta: float = 0.0,
     diagonal: float = 0.0,
+    torch_product: Callable[[], None] | None = None,
 ) -> Tensor:
     """Computes ``out = beta * addend + alpha * a @ b.mT + diagonal * I`` where the caller knows the result to be symmetric.
 
@@ -173,6 +172,7 @@ def symmetric_product(
         beta: Factor of `addend`, which is not read if this is 0 (so its NaNs do not count). Without an addend
             it has no effect.
         diagonal: Added to the diagonal, in fp32 as everything else.
+        torch_product: Computes the same by torch, if that contends with the kernel; it is measured, and not used here.
     """
     if beta == 0.0:
         addend = None
@@ -215,18 +215,8 @@ def symmetric_product(
 
     # Triton launches on the current device, which need not be that of the tensors. -1 changes nothing.
     with torch.cuda.device(out.device if out.is_cuda else -1):
-        launch(_tiling(a, precision, launch))
+        tiling = default_tiling(a.dtype, n)
+        if not _INTERPRETED:  # the time that the interpreter takes says nothing about a device
+            tiling = tuner_for(a.device.type).choose(ProductKind.of(a, addend), tiling, launch, a.device, torch_product)
+        launch(tiling)
     return out
-
-
-@lru_cache(maxsize=8)
-def _tuner(device_type: str) -> TileTuner:
-    return TileTuner(hardware_of(torch.device(device_type)))
-
-
-def _tiling(a: Tensor, precision: str, launch: Callable[[Tiling], None]) -> Tiling:
-    default = default_tiling(a.dtype, a.size(1))
-    if _INTERPRETED:  # the time that the interpreter takes says nothing about a device
-        return default
-    kind = ProductKind.of(a, precision, hardware_of(a.device).name(a.device))
-    return _tuner(a.device.type).choose(kind, default, launch, a.device)

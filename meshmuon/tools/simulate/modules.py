@@ -17,32 +17,18 @@ from torch import nn
 from ...errors import ConfigError
 from ...matrices import check_matrices, entry_of, with_stars
 from ...routing.param_groups import get_default_muon_param_groups
-from .description import TP_STYLES, ModelDescription, ModelParam
+from .description import ModelDescription, ModelParam
 from .inputs import read_file
 
-_OF_TRANSFORMERS = {  # its names of ways to cut a weight, as ours; every other way leaves the weight whole
-    "colwise": "colwise",
-    "colwise_rep": "colwise",
-    "colwise_gather_output": "colwise",
-    "rowwise": "rowwise",
-    "rowwise_rep": "rowwise",
-    "rowwise_split_input": "rowwise",
-    "packed_colwise": "packed_colwise",
-    "local_colwise": "colwise",
-    "local_rowwise": "rowwise",
-    "local_packed_colwise": "packed_colwise",
-}
+# transformers' names of ways to cut a weight that begin with one of ours; every other way leaves the weight whole.
+_OF_TRANSFORMERS = re.compile(r"(?:local_)?((?:packed_)?colwise|rowwise)(?:_\w+)?")
 # As torchtitan cuts them. transformers' own plan of the DeepSeek architecture leaves attention whole on every rank, and that of
 # gpt-oss is for inference.
-_ATTENTION = {"*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.o_proj": "rowwise"}
+_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_EXPERTS = {"experts.gate_up_proj": "colwise", "experts.gate_up_proj_bias": "colwise", "experts.down_proj": "rowwise"}
 _AS_TORCHTITAN: dict[str, dict[str, str]] = {
-    "deepseek_v3": {"*.self_attn.q_b_proj": "colwise", "*.self_attn.kv_b_proj": "colwise", "*.self_attn.o_proj": "rowwise"},
-    "gpt_oss": {
-        **_ATTENTION,
-        "*.experts.gate_up_proj": "colwise",
-        "*.experts.gate_up_proj_bias": "colwise",
-        "*.experts.down_proj": "rowwise",
-    },
+    "deepseek_v3": {"self_attn.q_b_proj": "colwise", "self_attn.kv_b_proj": "colwise", "self_attn.o_proj": "rowwise"},
+    "gpt_oss": {**_ATTENTION, **_EXPERTS},
 }
 _MOST_LAYERS = 10_000
 _TABLES = {"embed_tokens": "colwise", "lm_head": "colwise"}  # both are cut along the vocabulary
@@ -56,9 +42,9 @@ def describe_module(
     Args:
         model: the model; on the meta device it takes no memory.
         name: what reports call it.
-        tp_plan: how tensor parallelism cuts it, by pattern of the module's or parameter's name, as in transformers; None if it
-            has no such plan.
-        experts_per_token: how many experts a token uses.
+        tp_plan: how tensor parallelism cuts it, in transformers' words, by the end of the name of a module or parameter, with *
+            for numbers; None if it has no such plan.
+        experts_per_token: number of experts that a token uses.
     """
     muon: set[str] = set()
     matrices: Mapping[str, Any] = {}
@@ -178,25 +164,19 @@ def _auto_model(config: Any) -> nn.Module:
 def _tp_plan_of(model: nn.Module) -> dict[str, str] | None:
     """How transformers, and where it says too little torchtitan, cut the model's weights; None if neither does."""
     config = getattr(model, "config", None)
-    own = getattr(config, "base_model_tp_plan", None) or {}
-    kind = getattr(config, "model_type", "")
-    added = _AS_TORCHTITAN.get(kind, {})
-    plan = {f"*.{pattern}" if not pattern.startswith("*") else pattern: style for pattern, style in own.items()} | added
-    return {**plan, **{f"*{table}": style for table, style in _TABLES.items()}} if plan else None
+    plan = dict(getattr(config, "base_model_tp_plan", None) or {}) | _AS_TORCHTITAN.get(getattr(config, "model_type", ""), {})
+    return {**plan, **_TABLES} if plan else None
 
 
 def _style(name: str, dims: int, tp_plan: Mapping[str, str]) -> str:
     """How tensor parallelism cuts a parameter. A bias is cut with the outputs of its weight."""
     base, _, last = name.rpartition(".")
-    candidates = [(with_stars(name), name.endswith("_bias"))]
-    if last in ("weight", "bias"):
-        candidates.append((with_stars(base), last == "bias"))
-    for pattern, style in tp_plan.items():
-        ours = style if style in TP_STYLES else _OF_TRANSFORMERS.get(style, "replicate")
-        tail = pattern.removeprefix("*").removeprefix(".")
-        for candidate, is_bias in candidates:
-            if candidate == tail or (pattern.startswith("*") and candidate.endswith(f".{tail}")):
-                return ours if ours == "colwise" or not (is_bias or dims < 2) else "replicate"
+    candidates = [name, base] if last in ("weight", "bias") else [name]
+    for end, words in tp_plan.items():
+        if any(f".{with_stars(candidate)}".endswith(f".{end}") for candidate in candidates):
+            match = _OF_TRANSFORMERS.fullmatch(words)
+            style = "replicate" if match is None else match[1]
+            return style if style == "colwise" or (dims > 1 and not name.endswith("bias")) else "replicate"
     return "replicate"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ from .sharding import MeshAxes
 from .simulation import MEMORY_KINDS, SimulatedStage, Simulation
 
 FORMAT, VERSION = "meshmuon plan report", 1
-_OF_ADAMW = {"parameters": 1, "gradients": 1, "adamw_state": 2, "total": 4}  # tensors like the weight that AdamW has
+_OF_ADAMW = {"parameters": 1, "gradients": 1, "adamw_state": 2, "total": 4}  # tensors like the weight that AdamW has, of four
 _ESTIMATED = ("scratch", "connections")
 _MOST_BLOCKS = 64  # of the map of traffic
 
@@ -58,7 +58,7 @@ def build_report(simulation: Simulation, command: str, advice: Sequence[str]) ->
         ranks=_ranks(simulation),
         params=[row for stage in stages for row in (*_muon_params(stage.plan), *_adamw_params(stage))],
         traffic=[bytes_between_blocks(stage.plan) for stage in stages],
-        timeline=_timeline(simulation.slowest),  # of the slowest and of the fastest rank
+        timeline=list(_timeline(simulation.slowest)),  # of the slowest and of the fastest rank
         advice=list(advice),
         choices=[],  # with other options, if asked for: rows of ``choice_of``
         meshes=[],  # on other meshes, if asked for: rows of ``choice_of``
@@ -213,26 +213,23 @@ def balance_of(simulation: Simulation) -> Figures:
 
 def _memory(simulation: Simulation, kind: str) -> Figures:
     tensors = [stage.memory[kind] for stage in simulation.stages]
-    weight = simulation.options.param_dtype.itemsize
-    share = _OF_ADAMW.get(kind, 0) / _OF_ADAMW["total"]
-    alone = [int(stage.memory["adamw_alone"].max()) for stage in simulation.stages]
     return Figures(
         kind=kind,
-        most=max(int(tensor.max()) for tensor in tensors),  # on the rank that has most of it
+        most=simulation.most_bytes(kind),  # on the rank that has most of it
         mean=sum(float(tensor.sum()) for tensor in tensors) / sum(tensor.numel() for tensor in tensors),
-        adamw_most=max(round(most * share) // weight * weight for most in alone),  # if AdamW stepped everything
+        adamw_most=simulation.most_bytes("adamw_alone") // 4 * _OF_ADAMW.get(kind, 0),  # if AdamW stepped everything
         estimated=kind in _ESTIMATED,
     )
 
 
-def _exchanges(number: int, stage: SimulatedStage) -> list[Figures]:
+def _exchanges(number: int, stage: SimulatedStage) -> Iterator[Figures]:
     """The gather and the scatter of every wave."""
-    plan, rows, matrices = stage.plan, [], Counter(task.wave for task in stage.plan.tasks)
+    plan, matrices = stage.plan, Counter(task.wave for task in stage.plan.tasks)
     for wave, lane in enumerate(plan.wave_lanes):
         for kind, peers in zip(("gather", "scatter"), stage.peers[wave], strict=True):
             exchange, seconds = getattr(plan.traffic[wave], kind), getattr(stage.timeline.work.waves[wave], kind)
             inside, between = sum(exchange.sent_inside), sum(exchange.sent_between)
-            row = Figures(
+            yield Figures(
                 stage=number,
                 wave=wave,
                 kind=kind,
@@ -247,8 +244,6 @@ def _exchanges(number: int, stage: SimulatedStage) -> list[Figures]:
                 mean_message=(inside + between) / peers.messages if peers.messages else 0.0,  # bytes
                 largest_message=peers.largest,  # bytes
             )
-            rows.append(row)
-    return rows
 
 
 def _ranks(simulation: Simulation) -> Figures:
@@ -275,7 +270,7 @@ def _ranks(simulation: Simulation) -> Figures:
     return Figures(columns)
 
 
-def _muon_params(plan: Plan) -> list[Figures]:
+def _muon_params(plan: Plan) -> Iterator[Figures]:
     """One row for all parameters of one name, number aside, and one shape; of a fused weight, one per part."""
     tasks: dict[int, list[Task]] = defaultdict(list)
     for task in plan.tasks:
@@ -285,12 +280,11 @@ def _muon_params(plan: Plan) -> list[Figures]:
         how = how_computed(tasks[k][0]) if tasks[k] else ""
         key = (with_stars(param.name), param.layouts[0].shape, str(param.layouts[0]), param.window, how)
         alike.setdefault(key, []).append(k)
-    rows = []
     parts: dict[str, int] = defaultdict(int)
     for (name, shape, layout, window, how), params in alike.items():
         own = [task for k in params for task in tasks[k]]
         parts[name] += window is not None
-        row = Figures(
+        yield Figures(
             name=name,  # with * for the number
             part=None if window is None else parts[name] - 1,  # of a fused weight, which of its parts
             shape=shape,
@@ -304,8 +298,6 @@ def _muon_params(plan: Plan) -> list[Figures]:
             owners=len({task.owner for task in own if task.owner != EVERY_HOLDER}),  # ranks that own some of them
             bytes_sent=sum(_bytes_of(task, plan.params[task.param].itemsize) for task in own),  # per step
         )
-        rows.append(row)
-    return rows
 
 
 def _adamw_params(stage: SimulatedStage) -> list[Figures]:
@@ -325,16 +317,15 @@ def _bytes_of(task: Task, itemsize: int) -> int:
     return itemsize * (task.sharded.size * (1 + task.sharded.replicas) - 2 * own)
 
 
-def _timeline(stage: SimulatedStage) -> list[Figures]:
+def _timeline(stage: SimulatedStage) -> Iterator[Figures]:
     """What the slowest and the fastest rank of a stage do, in seconds from the beginning of the step."""
-    work, rows = stage.orthogonalise_seconds, []
+    work = stage.orthogonalise_seconds
     for at in dict.fromkeys((work.index(max(work)), work.index(min(work)))):
         rank = stage.plan.ranks[at]
         for kind, wave, start, end in stage.timeline.spans(rank):
             if kind != "wait":
                 track = "links" if kind in ON_LINKS else "device"
-                rows.append(Figures(rank=rank, track=track, name=kind, wave=wave, start=start, seconds=end - start))
-    return rows
+                yield Figures(rank=rank, track=track, name=kind, wave=wave, start=start, seconds=end - start)
 
 
 def bytes_between_blocks(plan: Plan) -> Figures:

@@ -94,20 +94,15 @@ def scalars(value: float) -> st.SearchStrategy[float | Tensor]:
 
 
 @slow
-@given(st.data(), st.sampled_from(FLOATS), st.sampled_from(FLOATS), scalars(0.95), st.sampled_from([None, 0.9]), st.booleans())
+@given(st.data(), st.sampled_from(FLOATS), st.sampled_from(FLOATS), scalars(0.95), st.sampled_from([None, 0.9]))
 def test_momentum_and_look_ahead_have_the_bits_of_the_twin(
-    data: st.DataObject, dtype: torch.dtype, wire: torch.dtype, retain: float | Tensor, momentum: float | None, accumulates: bool
+    data: st.DataObject, dtype: torch.dtype, wire: torch.dtype, retain: float | Tensor, momentum: float | None
 ) -> None:
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     grads, momenta, views = lists.make(dtype), lists.make(torch.float32), lists.make(wire)
     expected, wide = [buffer.clone() for buffer in momenta], [torch.empty(view.shape) for view in views]
-    if accumulates:
-        elementwise.accumulate(expected, grads, retain)
-    if momentum is None:
-        torch._foreach_copy_(wide, expected)
-    else:
-        elementwise.look_ahead(wide, grads, expected, momentum)
-    ListKernels().fill(views, grads, momenta, retain if accumulates else None, momentum)
+    elementwise.fill_with_momentum(wide, grads, expected, retain, momentum)
+    ListKernels().fill(views, grads, momenta, retain, momentum)
     assert all_same(momenta, expected)
     assert all_same(views, [view.to(wire) for view in wide])
     lists.rest_is_untouched()

@@ -143,5 +143,3 @@ def test_equal_to_a_plain_loop_and_resumes(folder: Path) -> None:
 def test_options_that_cannot_be_followed_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"embedding_lr=0\.1 is for axolotl's own param groups"):
         run(folder, "refused", embedding_lr=0.1)
-    with pytest.raises(ConfigError, match="did you mean momentum"):
-        run(folder, "misspelt", optim_args={"momentun": 0.9})

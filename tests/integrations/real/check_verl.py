@@ -20,6 +20,7 @@ from meshmuon import ConfigError, Muon, get_default_muon_param_groups
 from tests.support.processes import results_of, run_ranks
 
 from ..hf_reference import VOCABULARY, small_llama
+from ..plain_loop import same_weights
 from ..test_recipes import recipe
 
 STEPS, SAVED, LR = 10, 5, 3e-3
@@ -89,11 +90,7 @@ def train(engine: Any, steps: range) -> list[float]:
     return numbers
 
 
-def full(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in model.named_parameters()}
-
-
-def plain_loop() -> tuple[dict[str, Tensor], list[float]]:
+def plain_loop() -> tuple[nn.Module, list[float]]:
     from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
     from verl.utils.torch_functional import get_cosine_schedule_with_warmup
 
@@ -111,7 +108,7 @@ def plain_loop() -> tuple[dict[str, Tensor], list[float]]:
         optimizer.zero_grad()
         scheduler.step()
         numbers += [float(norm.full_tensor() if isinstance(norm, DTensor) else norm), float(scheduler.get_last_lr()[0])]
-    return full(model), numbers
+    return model, numbers
 
 
 def rank_main(rank: int, folder: Path) -> None:
@@ -121,15 +118,12 @@ def rank_main(rank: int, folder: Path) -> None:
     engine.save_checkpoint(str(folder / "saved"), global_step=SAVED)
     numbers += train(engine, range(SAVED, STEPS))
     expected, expected_numbers = plain_loop()
-    found = full(engine.module)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    same_weights(engine.module, expected)
     assert numbers == expected_numbers
     resumed = engine_of(folder)
     resumed.load_checkpoint(str(folder / "saved"), del_local_after_load=False)
     assert train(resumed, range(SAVED, STEPS)) == numbers[2 * SAVED :]
-    again = full(resumed.module)
-    assert all(torch.equal(again[name], expected[name]) for name in expected)
+    same_weights(resumed.module, expected)
 
 
 def test_equal_to_a_plain_loop_and_resumes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Properties of the kernels around the products in Triton's interpreter. Run by ``test_triton_normalise``."""
+"""Properties of the kernels around the products in Triton's interpreter. Run by ``test_triton_kernels``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmuon.ortho import Workspace, polar_express
-from meshmuon.ortho.iteration import Scratch, iterate
+from meshmuon.ortho import Scheme, keller, orthogonalize, polar_express
 from meshmuon.ortho.kernels import products, triton_normalise
 from meshmuon.ortho.kernels.products import BlockedProducts, TritonProducts
+from tests.ortho.oracle import highest
+from tests.support.bounds import orthogonalize_error
 
 slow = settings(max_examples=20, deadline=None)
 
@@ -82,14 +83,19 @@ def test_the_factor_of_a_quintic(count: int, n: int, diagonal: float) -> None:
     assert bool(((factors[0] - factors[1]).abs() <= (n + 6) * 2.0**-23 * size).all())
 
 
-@pytest.mark.parametrize("shape", [(2, 24, 40), (1, 40, 24)])
-@pytest.mark.parametrize("blocks", [(1, 1, 1, 1, 1), (3, 2)])
-def test_the_iteration_ends_where_torchs_own_operations_end(shape: tuple[int, int, int], blocks: tuple[int, ...]) -> None:
-    batch = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-20
-    results = []
-    for one in (TritonProducts(), BlockedProducts()):
-        result = batch.clone()
-        iterate(result, polar_express().steps, blocks, Scratch(Workspace(), result, torch.float32, result), one)
-        results.append(result)
-    assert (results[0] - results[1]).abs().max() < 1e-4  # roundings, amplified by the slopes of five steps at zero
-    assert results[0].abs().max() > 0.1
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize(
+    ("shape", "scheme"), [((2, 20, 33), polar_express()), ((1, 40, 17), keller(3)), ((1, 24, 24), polar_express())], ids=str
+)
+def test_the_whole_orthogonalisation_beside_the_torch_twin(shape: tuple[int, int, int], scheme: Scheme, form: str) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    bound = 2 * orthogonalize_error(x, scheme, form=form)  # float32 on both sides, another order of summation
+    twin = orthogonalize(x, scheme, form=form, products=BlockedProducts())
+    for scale in (1.0, 1e-20):
+        ours = orthogonalize(x * scale, scheme, form=form, products=TritonProducts())
+        torch.testing.assert_close(ours, twin, rtol=0, atol=bound)
+    half = orthogonalize(x, scheme, form=form, dtype=torch.bfloat16, products=TritonProducts())
+    assert torch.linalg.matrix_norm(half, 2).max() < 1.05 * highest(scheme.steps)
+    wide = x.double()
+    exact, same = (orthogonalize(wide, scheme, form=form, products=one) for one in (BlockedProducts(), TritonProducts()))
+    assert torch.equal(same, exact)

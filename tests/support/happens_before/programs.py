@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -183,8 +182,3 @@ def _placement(rng: random.Random, dims: int) -> Any:
     if kind < 0.25:
         return Replicate()
     return Shard(dim) if kind < 0.85 else _StridedShard(dim, split_factor=2)
-
-
-def random_programs(first: int, count: int) -> Iterator[tuple[int, Program]]:
-    """Seeds and their programs."""
-    yield from ((seed, random_program(seed)) for seed in range(first, first + count))

@@ -25,7 +25,6 @@ from .twin_tensor import DEVICE, Block, Blocks, TwinTensor, host_values
 
 _PACKAGE = str(Path(meshmuon.__file__).parent)
 _THIS = str(Path(__file__).parent)
-_aten = torch.ops.aten
 _current = threading.local()
 
 # What gives the host a number, or a shape that depends on numbers.

@@ -6,7 +6,7 @@ import ast
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -29,7 +29,7 @@ _NO_STREAMS = {"transport/failures.py", "transport/host_channel.py"} | {
     f"transport/collectives.py {function}" for function in ("_gathered.gathered", "broadcast", "swap_with")
 }
 _NO_STEP = ("tools", "plan")  # which no step calls
-_NO_STEP_CLASSES = {"AcceleratorHardware"}  # reports and measurements: of the doctor, and of tiles before the first launch
+_NO_STEP_CLASSES = {"Hardware"}  # reports and measurements: of the doctor, and of tiles before the first launch
 
 
 @dataclass(frozen=True)
@@ -181,91 +181,40 @@ def reported(program: Program, usual: Outcome) -> str:
     return "lost overlap" if lost else ""
 
 
+S0 = (Shard(0),)
+IN_TURNS = {"warmup_step": 1, "chunk_size": 1}  # one matrix per wave
+
+
+def weights(count: int, placements: Any = None, *, shape: tuple[int, ...] = (6, 4), in_host: range = range(0)) -> Any:
+    """Matrices, of which those numbered ``in_host`` are in host memory."""
+    return tuple(ProgramParam(f"layers.{k}.weight", shape, placements, in_host=k in in_host) for k in range(count))
+
+
+def scenario(mesh: tuple[int, ...], params: tuple[ProgramParam, ...], options: Any = None, **more: Any) -> Program:
+    return Program(mesh, params, options={"ns_steps": 1, **(options or {})}, **{"steps": 2, **more})
+
+
+BIAS = ProgramParam("bias", (5,), use_muon=False)
+EXPERTS = ProgramParam("layers.9.experts.weight", (4, 5, 3), S0, in_host=True)  # whole on their ranks
+ATTENTION = tuple(ProgramParam(f"layers.0.self_attn.{name}_proj.weight", (HEADS * HEAD_DIM, 5)) for name in "qk")
+RULED = {"rule": "normuon", "nesterov": False}
 SCENARIOS = {
-    "waves": Program(
-        mesh=(2,),
-        params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),)) for k in range(5)),
-        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "rule": "normuon", "nesterov": False},
-        steps=2,
-    ),
-    "offload": Program(
-        mesh=(1,),
-        params=(ProgramParam("layers.0.weight", (6, 4)), ProgramParam("layers.1.weight", (3, 4))),
-        options={"ns_steps": 1},
-        steps=2,
-        events=((1, "offload"), (2, "grow"), (2, "save")),
-    ),
-    "a copy of an offloaded optimizer": Program(
-        mesh=(1,),
-        params=(ProgramParam("layers.0.weight", (6, 4)),),
-        options={"ns_steps": 1},
-        steps=3,
-        events=((1, "offload"), (3, "copy")),
-    ),
-    "DistMuon": Program(
-        mesh=(2,),
-        params=(*(ProgramParam(f"layers.{k}.weight", (6, 4)) for k in range(3)), ProgramParam("bias", (5,), use_muon=False)),
-        optimizer="DistMuon",
-        options={"ns_steps": 1, "chunk_size": 1},
-        steps=2,
-    ),
-    "DistMuon without AdamW": Program(  # whose reductions would order the last exchange, too
-        mesh=(2,),
-        params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4)) for k in range(2)),
-        optimizer="DistMuon",
-        options={"ns_steps": 1},
-        steps=2,
-    ),
-    "weights in host memory": Program(
-        mesh=(2,),
-        params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),), in_host=True) for k in range(4)),
-        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1},
-        steps=2,
-    ),
-    "weights in host memory before others": Program(  # so that waves of others are the last ones
-        mesh=(2,),
-        params=tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),), in_host=k < 1) for k in range(4)),
-        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "rule": "muon_plus"},  # which allocates memory
-        steps=2,
-    ),
-    "weights in host memory after others": Program(
-        mesh=(2,),
-        params=(
-            *(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),), in_host=k % 2 == 1) for k in range(6)),
-            ProgramParam("layers.9.experts.weight", (4, 5, 3), (Shard(0),), in_host=True),  # whole on their ranks
-        ),
-        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "rule": "normuon", "nesterov": False},
-        steps=2,
-    ),
-    "weights in host memory, whole on their ranks": Program(  # without exchanges; three matrices on each rank
-        mesh=(2,),
-        params=(ProgramParam("layers.0.experts.weight", (6, 5, 3), (Shard(0),), in_host=True),),
-        options={"ns_steps": 1, "chunk_size": 1},
-        steps=2,
-    ),
-    "relays between nodes": Program(
-        mesh=(4,),
-        params=tuple(ProgramParam(f"layers.{k}.weight", (8, 4), (Shard(0),)) for k in range(5)),
-        options={"ns_steps": 1, "warmup_step": 1, "chunk_size": 1, "max_peers": 1},
-        steps=2,
-        ranks_per_node=2,
-    ),
-    "metrics": Program(
-        mesh=(2,),
-        params=(
-            *(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),)) for k in range(2)),
-            ProgramParam("bias", (5,), (Shard(0),), use_muon=False),
-        ),
-        options={"ns_steps": 1, "metrics": 1},
-        steps=5,
-    ),
-    "logits in pinned memory": Program(
-        mesh=(1,),
-        params=tuple(ProgramParam(f"layers.0.self_attn.{name}_proj.weight", (HEADS * HEAD_DIM, 5)) for name in "qk"),
-        options={"ns_steps": 1, "clip_config": {"head_dim": HEAD_DIM, "threshold": 10.0}},
-        steps=3,
-        qk_clip=True,
-        host_logits=True,
+    "waves": scenario((2,), weights(5, S0), IN_TURNS | RULED),
+    "offload": scenario((1,), weights(2), events=((1, "offload"), (2, "grow"), (2, "save"))),
+    "a copy of an offloaded optimizer": scenario((1,), weights(1), steps=3, events=((1, "offload"), (3, "copy"))),
+    "DistMuon": scenario((2,), (*weights(3), BIAS), {"chunk_size": 1}, optimizer="DistMuon"),
+    # AdamW's reductions would order the last exchange, too.
+    "DistMuon without AdamW": scenario((2,), weights(2), optimizer="DistMuon"),
+    "weights in host memory": scenario((2,), weights(4, S0, in_host=range(4)), IN_TURNS),
+    # So that waves of others are the last ones. The rule allocates memory.
+    "weights in host memory before others": scenario((2,), weights(4, S0, in_host=range(1)), IN_TURNS | {"rule": "muon_plus"}),
+    "weights in host memory after others": scenario((2,), (*weights(6, S0, in_host=range(1, 6, 2)), EXPERTS), IN_TURNS | RULED),
+    # Without exchanges; three matrices on each rank.
+    "weights in host memory, whole on their ranks": scenario((2,), (replace(EXPERTS, shape=(6, 5, 3)),), {"chunk_size": 1}),
+    "relays between nodes": scenario((4,), weights(5, S0, shape=(8, 4)), IN_TURNS | {"max_peers": 1}, ranks_per_node=2),
+    "metrics": scenario((2,), (*weights(2, S0), replace(BIAS, placements=S0)), {"metrics": 1}, steps=5),
+    "logits in pinned memory": scenario(
+        (1,), ATTENTION, {"clip_config": {"head_dim": HEAD_DIM, "threshold": 10.0}}, steps=3, qk_clip=True, host_logits=True
     ),
 }
 """Small programs that together need every synchronisation of the package."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshmuon import ConfigError
-from meshmuon.layout import Layout, Replicated, Sharded
+from meshmuon.layout import Replicated, Sharded
 from meshmuon.tools.simulate.description import ModelDescription, ModelParam, load_model
 from meshmuon.tools.simulate.sharding import FileSharding, MeshAxes, PlacedParam
 
@@ -57,11 +57,6 @@ def test_models_that_do_not_fit_are_refused(name: str, mesh: str, message: str) 
         list(MeshAxes.parse(mesh).stages(load_model(name)))
 
 
-def placed(mesh: str, name: str) -> PlacedParam:
-    (stage,) = MeshAxes.parse(mesh).stages(load_model("mixtral-8x7b"))
-    return next(item for item in stage if item.param.name == f"model.layers.0.{name}")
-
-
 @pytest.mark.parametrize(
     ("mesh", "name", "shape", "placements"),
     [
@@ -77,31 +72,28 @@ def placed(mesh: str, name: str) -> PlacedParam:
     ],
 )
 def test_placements(mesh: str, name: str, shape: tuple[int, ...], placements: str) -> None:
-    item = placed(mesh, name)
+    (stage,) = MeshAxes.parse(mesh).stages(load_model("mixtral-8x7b"))
+    item = next(item for item in stage if item.param.name == f"model.layers.0.{name}")
     assert item.mesh.shape == shape
     assert ", ".join(map(str, item.placements)) == placements
     assert sorted(item.mesh.ranks) == list(range(MeshAxes.parse(mesh).ranks))
 
 
-def test_each_half_of_a_fused_weight_is_cut_by_tensor_parallelism() -> None:
-    item = placed("dp_shard=4,tp=2", "mlp.experts.gate_up_proj")
-    rows = Layout(item.param.shape, item.mesh, item.placements).held_ranges(0)[1]
-    assert rows == ((0, 7168), (14336, 21504))
-
-
-def write(path: Path, content: object) -> Path:
-    path.write_text(json.dumps(content))
-    return path
-
-
 MODEL = ModelDescription("m", "m", "", (ModelParam("a.weight", (8, 6), True), ModelParam("b", (5,), False)))
+GRID = {"a.*": {"mesh": "grid", "placements": ["R", "S(1, stride 2)"]}}
+
+
+def placed(path: Path, params: object) -> tuple[FileSharding, list[PlacedParam]]:
+    """The parameters of ``MODEL``, as a file with these patterns places them."""
+    meshes = {"grid": {"shape": [2, 2]}, "line": {"shape": [3], "ranks": [0, 2, 5]}}
+    path.write_text(json.dumps({"meshes": meshes, "params": params}))
+    sharding = FileSharding.load(path)
+    (stage,) = sharding.stages(MODEL)
+    return sharding, stage
 
 
 def test_layouts_from_a_file(tmp_path: Path) -> None:
-    rules = {"a.*": {"mesh": "grid", "placements": ["R", "S(1, stride 2)"]}, "*": {"mesh": "line", "placements": ["S(0)"]}}
-    meshes = {"grid": {"shape": [2, 2]}, "line": {"shape": [3], "ranks": [0, 2, 5]}}
-    sharding = FileSharding.load(write(tmp_path / "layout.json", {"meshes": meshes, "params": rules}))
-    ((first, second),) = sharding.stages(MODEL)
+    sharding, (first, second) = placed(tmp_path / "layout.json", {**GRID, "*": {"mesh": "line", "placements": ["S(0)"]}})
     assert (first.placements, first.mesh.ranks) == ((Replicated(), Sharded(1, 2)), (0, 1, 2, 3))
     assert (second.placements, second.mesh.ranks) == ((Sharded(0),), (0, 2, 5))
     assert sharding.ranks == 5
@@ -114,23 +106,10 @@ def test_layouts_from_a_file(tmp_path: Path) -> None:
         ({"a.*": {"mesh": "grid", "placements": ["R"]}}, "1 placements for the mesh grid of 2 axes"),
         ({"a.*": {"mesh": "grid", "placements": ["R", "P"]}}, "the placement 'P' is unknown"),
         ({"a.*": {"placements": ["R", "R"]}}, "KeyError"),
+        (GRID, "no pattern matches b"),
+        ({"*": {"mesh": "line", "placements": ["S(1)"]}}, r"shards a dim that b \(5,\) does not have"),
     ],
 )
 def test_wrong_layout_files_are_refused(params: object, message: str, tmp_path: Path) -> None:
-    content = {"meshes": {"grid": {"shape": [2, 2]}}, "params": params}
     with pytest.raises(ConfigError, match=message):
-        FileSharding.load(write(tmp_path / "layout.json", content))
-
-
-def test_layout_files_must_fit_the_model(tmp_path: Path) -> None:
-    meshes = {"line": {"shape": [2]}}
-    missing = FileSharding.load(
-        write(tmp_path / "x.json", {"meshes": meshes, "params": {"a*": {"mesh": "line", "placements": ["R"]}}})
-    )
-    with pytest.raises(ConfigError, match="no pattern matches b"):
-        list(missing.stages(MODEL))
-    deep = FileSharding.load(
-        write(tmp_path / "x.json", {"meshes": meshes, "params": {"*": {"mesh": "line", "placements": ["S(1)"]}}})
-    )
-    with pytest.raises(ConfigError, match=r"shards a dim that b \(5,\) does not have"):
-        list(deep.stages(MODEL))
+        placed(tmp_path / "layout.json", params)
