@@ -223,7 +223,7 @@ def test_a_mesh_of_devices_that_are_not_there_is_refused() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_the_reference_path_refuses_weights_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="", total_memory=2**30))
     weight = parameter_in_host_memory((4, 3))
     before = weight._local_tensor.clone()
     optimizer = Muon([{"params": [weight], "names": ["layers.0.weight"], "use_muon": True}], reference_path=True)
