@@ -352,7 +352,7 @@ class Muon(MuonStep):
         """Starts without a plan."""
         averages = self._averages_gradients
         path = "DistMuon" if averages else f"reference_path={self._reference}"
-        path += f", {self._settings.bits}, metrics={self._metrics}"
+        path += f", {self._settings.bits}, metrics={self._metrics}, nonfinite={self._nonfinite.policy}"
         budget = self._settings.memory_budget
         settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model, budget, averages)
         self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=not averages)

@@ -249,7 +249,7 @@ _UPDATE = (
     Option("clip_config", None, _WHOLE, None).with_help(
         'QK-clip, such as ``{"head_dim": 128, "threshold": 100}``. It acts on the ``qk_logits`` of a step; see docs/qk_clip.md.'
     ),
-    Option("nonfinite", "propagate", _WHOLE, one_of(get_args(NonFinitePolicy))).with_help(
+    Option("nonfinite", "propagate", _WHOLE, one_of(get_args(NonFinitePolicy)), _PLAN).with_help(
         'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` leaves '
         'everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written, and '
         "waits for the device to know. Both leave out single updates that are not finite although their gradients were. What a "
