@@ -260,6 +260,17 @@ def cause_of(error: Exception) -> BaseException:
     return context if isinstance(error, ValueError) and isinstance(context, RuntimeError) else error
 
 
+def first_told(key: str, text: str) -> str:
+    """The text of the rank that was the first to call with this ``key``, on all ranks; this rank's own if the store is gone."""
+    import torch.distributed.distributed_c10d as c10d
+
+    try:
+        told: bytes = c10d._get_default_store().compare_set(key, "", text)
+        return told.decode(errors="replace")
+    except Exception:  # the rank that keeps the store is lost, or there is no such operation
+        return text
+
+
 def object_device(process_group: dist.ProcessGroup) -> torch.device:
     """Where small messages must be for collectives of a process group: in host memory if it takes that."""
     import torch.distributed.distributed_c10d as c10d

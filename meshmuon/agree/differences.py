@@ -80,7 +80,7 @@ def other_step(notes: Mapping[int, Note]) -> PlanMismatchError | None:
     return PlanMismatchError(
         f"rank {rank} is at call {steps[rank]} of this optimizer's step() since the ranks first stepped it together, rank "
         f"{usual_rank} at call {usual}: calls have ended on one rank alone, in its closure for example, and gradients of "
-        "different batches would be mixed. Call step() equally often on every rank."
+        "different batches would be mixed. Call step() equally often on every rank, and prepare() on all ranks or on none."
     )
 
 

@@ -47,7 +47,8 @@ class Planner:
 
     ``step()`` calls, on every one of these ranks and in this order:
 
-    1. ``begin()``, once per step, before the closure runs. It counts the call and does not communicate.
+    1. ``begin()``, once per step, before the closure runs. It counts the call, unless nothing will be stepped (``prepare()`` of
+       the optimizer, which then calls the others as a step does), and does not communicate.
     2. ``propose(status)``, once per step, before anything is written. A rank that cannot step has its error in ``status`` and
        still takes part. It plans, at the first step and whenever the records have changed, a parameter has its first gradient,
        or a considerable part of the plan has had none for long (``PlannedSet``); ranks that meet for the first time create their
@@ -89,6 +90,7 @@ class Planner:
         self._reduced = reduced
         self._home = Home()
         self._pairing = Pairing()
+        self._counts = 1  # what the present call adds to the number of steps
         self._agreement: Agreement | None = None  # None on a single rank
         self._exchange: Exchange | None = None  # over the process group of the agreement
         self._node_view: NodeView | None = None  # what this rank knows of the nodes of the ranks that agree
@@ -106,9 +108,15 @@ class Planner:
         """Number of this step, from 1 on, since the ranks last identified each other; the same on all ranks once they agree."""
         return self._pairing.steps + bool(self._pairing.shared_id)  # a common id is agreed on in the first step
 
-    def begin(self) -> None:
+    @property
+    def shared_id(self) -> int:
+        """The number that the ranks have agreed on and no other optimizer has; 0 on a single rank."""
+        return self._pairing.shared_id
+
+    def begin(self, *, counts: bool = True) -> None:
         """Counts a call of ``step()``, also one that fails before the ranks can agree: on other ranks it may have succeeded."""
-        self._pairing = self._pairing._replace(steps=self._pairing.steps + 1)
+        self._counts = int(counts)
+        self._pairing = self._pairing._replace(steps=self._pairing.steps + self._counts)
 
     def propose(self, status: RankStatus) -> StepDecision | None:
         """Plans, and begins to decide with all ranks what this step does. Returns what is expected."""
@@ -219,7 +227,7 @@ class Planner:
             existing = [process_group for mesh in topology.meshes for process_group in groups_of(mesh)]
             process_group = exchange_group(ranks, [*groups_of(self._replica_group), *existing])
             self._agreement, self._exchange, self._node_view = Agreement(process_group), Exchange(process_group), None
-            self._pairing = Pairing(steps=1)  # with these ranks it is the first step
+            self._pairing = Pairing(steps=self._counts)  # with these ranks it is the first step
         return topology
 
     def _plan(self, status: RankStatus, failure: KeptError) -> None:
@@ -268,7 +276,7 @@ class Planner:
             changed = self._plan_together(agreement, self._local_planner, notes, status)
             counted = counted._replace(prepares=changed or counted.prepares)
         if counted.proposed_id:  # some rank had no shared id; now all have this one
-            self._pairing = Pairing(counted.proposed_id)
+            self._pairing = Pairing(counted.proposed_id, steps=self._counts - 1)
         return counted
 
     def _vote_again(self, agreement: Agreement, notes: Mapping[int, Note], status: RankStatus) -> Vote | None:
@@ -291,7 +299,7 @@ class Planner:
         notes = agreement.all_gather_objects(note)
         if (mixed_up := other_optimizer(notes)) is not None:
             # This call is not counted: it will be repeated in the right order.
-            self._pairing = self._pairing._replace(steps=self._pairing.steps - 1)
+            self._pairing = self._pairing._replace(steps=self._pairing.steps - self._counts)
             raise mixed_up
         if (out_of_step := other_step(notes)) is not None:
             # Raised once: from here on all ranks count from the largest number of steps.

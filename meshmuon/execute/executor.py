@@ -27,11 +27,12 @@ class StepExecutor(ABC):
     1. ``prepare``: once per plan, after all ranks have agreed on the plan and before any piece travels. It makes buffers and
        views. When it returns, ``plan`` is the plan. If a rank cannot make something that belongs to the plan, the optimizer calls
        ``discard`` on all ranks, and none of them runs.
-    2. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same step, because
+    2. ``warm_up``: on all ranks after all of them have prepared the same plan, or on none.
+    3. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same step, because
        they exchange with each other in it. ``step_params`` is in the order of ``plan.params`` at every call; the tensors and
        numbers in it may be other ones, their shapes, dtypes, devices, schemes and rules are those that were prepared. ``idle``
        parameters have no gradient on any rank and are not stepped; except for private ones, they are the same on all ranks.
-    3. ``during_last_scatter``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last
+    4. ``during_last_scatter``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last
        results are waited for. The optimizer steps AdamW's parameters there; if that communicates, then on all ranks.
 
     ``workspace_bytes`` may be called at any time, on any rank; it does not communicate.
@@ -54,6 +55,10 @@ class StepExecutor(ABC):
             step_params: the parameters of ``plan.params``, in the same order.
             exchange: between the ranks of the plan; None where nothing is exchanged.
         """
+
+    def warm_up(self, attempt: int) -> None:
+        """Meets all ranks that ``run`` exchanges with; ``attempt`` is a number that no other call has, equal on all ranks."""
+        return
 
     def discard(self) -> None:
         """Gives up what was prepared, if anything: ``plan`` is None, and no buffer is held."""
@@ -101,6 +106,18 @@ class Executor(StepExecutor):
         self._exchange = exchange
         self.elementwise.compile(lambda: self._run(self._dry_step(step_params), lambda: None))
         self.plan = plan
+
+    def warm_up(self, attempt: int) -> None:
+        exchanging = (*self._program.waves, *self._program.rule_states)
+        hops = [hop for each in exchanging for exchange in (each.gather, each.scatter) for hop in exchange.hops]
+        for device in dict.fromkeys(hop.sent.device for hop in hops):  # as many on all ranks, which all have these hops
+            on_device = [hop for hop in hops if hop.sent.device == device]
+            received, sent = (
+                [max(counts) for counts in zip(*splits, strict=True)]
+                for splits in zip(*((hop.received_splits, hop.sent_splits) for hop in on_device), strict=True)
+            )
+            assert self._exchange is not None
+            self._exchange.warm_up(received, sent, device, attempt)
 
     def _dry_step(self, step_params: Sequence[StepParam]) -> RunningStep:
         """A step of which only the kernels are compiled, without streams: nothing that it launches writes an element."""

@@ -101,7 +101,8 @@ class OrthoBatch:
         self._fallible = template.fallible
         # Where updates are guarded, NaN for each matrix that is not finite, else 0.
         self._nonfinite = self.stacked.new_zeros(len(matrices)) if settings.guarded else None
-        self._kernels = settings.compile or type(settings.products(self.stacked.device)) is not BlockedProducts
+        own_kernels = settings.compile or type(settings.products(self.stacked.device)) is not BlockedProducts
+        self._tries = own_kernels or (settings.cuda_graphs and self.stacked.device.type == "cuda")  # a graph is recorded then
 
     @torch.no_grad()
     def try_out(self) -> None:
@@ -109,7 +110,7 @@ class OrthoBatch:
 
         A Triton without a C compiler, or tiles that do not fit, are noticed while the plan is prepared, and not in a step.
         """
-        if not self._kernels or self._fallible or not self.stacked.numel():
+        if not self._tries or self._fallible or not self.stacked.numel():
             return
         try:
             self.stacked.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)

@@ -23,6 +23,12 @@ STAGED_IN_FLIGHT = 2
 class RankWave(Protocol):
     """A wave on one rank, with its views made once."""
 
+    @property
+    def gather(self) -> PreparedExchange: ...
+
+    @property
+    def scatter(self) -> PreparedExchange: ...
+
     def run(self, step: RunningStep) -> Iterator[None]:
         """A step of the wave. If all of its parameters are idle, it keeps its turns, which decide which buffers are free."""
         ...

@@ -53,8 +53,10 @@ class Collector:
         self._unchecked_state: set[int] = set()  # parameters that had no gradient since their state changed
         self._checked_has_grad: tuple[bool, ...] = ()  # ``has_grad`` at the last check
 
-    def inspect(self, groups: Sequence[ParamGroup], failure: KeptError) -> None:
+    def inspect(self, groups: Sequence[ParamGroup], failure: KeptError, *, expects_gradients: bool = False) -> None:
         """Brings records and gradients up to date, and keeps the first error that prevents planning in ``failure``.
+
+        With ``expects_gradients``, every parameter that trains counts as one with a gradient.
 
         A param group with invalid options still yields records, from metadata alone: this rank needs them to find the other
         ranks, which must learn of its failure.
@@ -71,7 +73,8 @@ class Collector:
             with failure:  # a param group may have lost its parameters
                 self._make_records(groups, failure)
             self._snapshot = None if failure else Snapshot(groups)
-        has_grad = tuple([record.param.grad is not None for record in self.records])
+        params = [record.param for record in self.records]
+        has_grad = tuple([param.grad is not None or (expects_gradients and param.requires_grad) for param in params])
         if has_grad != self.has_grad:
             self.has_grad = has_grad
 

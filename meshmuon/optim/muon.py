@@ -38,15 +38,16 @@ from ..state import param_state as state
 from ..state.loading import Fitted, fit, restore
 from .activity import ActivityCheck
 from .collect import Collector
-from .muon_step import MuonStep, Overwritten, StepFailures, logger
+from .muon_step import Overwritten, StepFailures, logger
 from .nonfinite import NonFinite, asked_by_scaler
 from .offload import Offload
 from .pickling import refuse_unpicklable
+from .preparation import PreparedStep
 from .step_params import StepParams
 
 
 @with_options
-class Muon(MuonStep):
+class Muon(PreparedStep):
     """Muon for the matrices of a model, AdamW for everything else, in one optimizer.
 
     For each parameter of the groups with ``use_muon=True``, a step does:
@@ -229,7 +230,7 @@ class Muon(MuonStep):
     def plan(self) -> Plan:
         """The plan of the last step: ``print(optimizer.plan().describe())``, or ``.to_json()`` for tools.
 
-        The first step makes it, when gradients and layouts are known.
+        The first step makes it, when gradients and layouts are known, or ``prepare()`` for all parameters that train.
         """
         if self._executor.plan is None:
             raise ConfigError("there is no plan yet: it is made at the first step().")
@@ -318,6 +319,7 @@ class Muon(MuonStep):
         state.put_in_order(self._groups, self.state)
         self._offload.put_away(self.state)
         self._failures = StepFailures()
+        self._only_prepared = False
         self._planner.begin_anew()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -325,7 +327,8 @@ class Muon(MuonStep):
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = "_settings _plan_options _cost_model _metrics _adamw_lr _comm_dtype _reference _qk_clip _failures _lineage"
+        kept = "_settings _plan_options _cost_model _metrics _adamw_lr _comm_dtype _reference _qk_clip _failures _lineage "
+        kept += "_only_prepared"
         self._offload.settle()
         options = {
             "_nonfinite_policy": self._nonfinite.policy,

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -60,7 +61,7 @@ class StepContext:
     """The data of one call of ``step()``, handed from phase to phase."""
 
     records: tuple[ParamRecord, ...]  # all parameters, param group by param group
-    has_grad: tuple[bool, ...]  # whether each of them has a gradient
+    has_grad: tuple[bool, ...]  # whether each of them has a gradient, or in ``prepare()`` may get one
     qk_logits: Any  # the logits given to ``step()``
     failure: KeptError  # this rank's first error
     scaling: Scaling = NO_SCALING  # what a GradScaler has told the optimizer
@@ -71,6 +72,7 @@ class StepContext:
     skip_mask: Tensor | None = None  # a boolean on a device, true if nothing may change; None if no device has to be asked
     recorder: StepRecorder | None = None  # what measures this step; None if it is not measured
     would_diverge: bool = False  # an error at this point would make replicas diverge
+    only_prepares: bool = False  # it is a call of ``prepare()``, and nothing is stepped
 
 
 class MuonStep(torch.optim.Optimizer):
@@ -84,6 +86,7 @@ class MuonStep(torch.optim.Optimizer):
     _settings: ExecutorSettings  # how the executor was asked to compute
     _executor: StepExecutor  # runs the plan
     _overwritten: Overwritten  # tells autograd which weights the step has overwritten
+    _only_prepared = False  # all state there is are the zeros that ``prepare()`` has made
     _states_in_order = 0  # how many parameters had state when it was last put into their order
     _routes_logged: tuple[object, object] = (None, None)  # the parameters and gradients whose routes were logged last
     # Each of these serves one option.
@@ -112,20 +115,27 @@ class MuonStep(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         failure = KeptError()
+        with self._resident_state(failure):
+            step = self._inspect(qk_logits, failure)
+            self._agree(step)  # nothing is written before this
+            if step.decision.nonfinite:
+                self._skip(step)
+            elif not step.decision.has_work:
+                # No rank has work: torch.distributed.checkpoint calls step() with lr 0 only to create state.
+                param_state.create(self._groups, self.state)
+            else:
+                self._activity.judge(step.decision.activity)
+                self._prepare(step)
+                self._run(step)
+                failure.raise_it()
+        return loss
+
+    @contextmanager
+    def _resident_state(self, failure: KeptError) -> Iterator[None]:
+        """Around a step: has the state on its devices, and ends what the step has begun, also if it fails."""
         with self._offload.resident(self.state, failure):
             try:
-                step = self._inspect(qk_logits, failure)
-                self._agree(step)  # nothing is written before this
-                if step.decision.nonfinite:
-                    self._skip(step)
-                elif not step.decision.has_work:
-                    # No rank has work: torch.distributed.checkpoint calls step() with lr 0 only to create state.
-                    param_state.create(self._groups, self.state)
-                else:
-                    self._activity.judge(step.decision.activity)
-                    self._prepare(step)
-                    self._run(step)
-                    failure.raise_it()
+                yield
             finally:
                 failure.take()
                 self._planner.end()
@@ -135,26 +145,27 @@ class MuonStep(torch.optim.Optimizer):
                     self._states_in_order = len(self.state)
                 if self._offload.on:
                     self._invalidate_state()
-        return loss
 
-    def _inspect(self, qk_logits: Any, failure: KeptError) -> StepContext:
+    def _inspect(self, qk_logits: Any, failure: KeptError, *, only_prepares: bool = False) -> StepContext:
         """Looks at parameters, gradients, state and options."""
         self._failures.refuse_step()
-        self._collector.inspect(self._groups, failure)
+        self._collector.inspect(self._groups, failure, expects_gradients=only_prepares)
         params, has_grad = self._collector.records, self._collector.has_grad
         unreported = self._failures.to_report()
         failure.keep(
             self._misuse(params) or self._meter.refusal(params) or self._activity.replaced(params, has_grad) or unreported
         )
-        step = StepContext(params, has_grad, qk_logits, failure)
+        step = StepContext(params, has_grad, qk_logits, failure, only_prepares=only_prepares)
         if not failure:
             with failure:
                 step.scaling = Scaling.of(self)
                 if not self._collector.check(self._groups, self.state):
                     self._step_params.drop()
                 self._qk_clip.check(params, qk_logits)
-                step.nonfinite = self._nonfinite.known_to_host(params, step.scaling)
-                step.has_work = bool(self.state) or not only_creates_state(self._groups)
+                if not only_prepares:
+                    step.nonfinite = self._nonfinite.known_to_host(params, step.scaling)
+                    begun = bool(self.state) and not self._only_prepared
+                    step.has_work = begun or not only_creates_state(self._groups)
         return step
 
     def _agree(self, step: StepContext) -> None:
@@ -162,6 +173,11 @@ class MuonStep(torch.optim.Optimizer):
         bits, gpu = logits_text(step.qk_logits), self._collector.gpu
         if self._executor.settings is not self._settings:  # other kernels than asked for, on all ranks or on none
             bits += f", {self._executor.settings.bits}"
+        if step.only_prepares:
+            bits += ", prepare()"
+        activity = Activity.ACTIVE if step.only_prepares else Activity.NO_MATRIX
+        if not step.failure and not step.only_prepares:
+            activity = self._activity.of(step.records, step.has_grad)
 
         def hyperparameters() -> list[str]:
             compared = bits if gpu is None else f"{bits}, {gpu_bits(gpu)}"
@@ -174,7 +190,7 @@ class MuonStep(torch.optim.Optimizer):
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
-            activity=Activity.NO_MATRIX if step.failure else self._activity.of(step.records, step.has_grad),
+            activity=activity,
             hyperparameters=hyperparameters,
             without_state=[k for k in self._collector.without_state if self._keeps(step.records[k])],
             presence=StatePresence(step.records, self.state, self._keeps),
@@ -218,6 +234,8 @@ class MuonStep(torch.optim.Optimizer):
             with step.failure:
                 step.skip_mask = self._nonfinite.mask_like(step.records, step.scaling)
                 step_params = self._params_of(step)
+                if step.only_prepares:
+                    self._stand_in(step, step_params)
                 if decision.plan is not self._executor.plan:
                     self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
                     self._executor.elementwise.compile(partial(self._find_and_mask, step, step_params))
@@ -236,6 +254,7 @@ class MuonStep(torch.optim.Optimizer):
         Keeps this rank's first error if all exchanges took place in spite of it; raises any other.
         """
         records, decision, failure = step.records, step.decision, step.failure
+        self._only_prepared = False
         step.would_diverge = decision.repeats  # if one of several ranks that compute a matrix fails, their replicas diverge
         try:
             step.skip_mask = self._nonfinite.reduce_skip_mask(
@@ -282,6 +301,8 @@ class MuonStep(torch.optim.Optimizer):
         """All elementwise work before the executor's, to compile it."""
         if step.skip_mask is not None:
             self._nonfinite.found(step.records, step.scaling, self._executor.elementwise)
+            if step.only_prepares:
+                self._executor.elementwise.any_nonfinite([local_part(each.grad) for each in step_params], step.skip_mask.device)
             self._mask_gradients(step, step_params)
 
     def _mask_gradients(self, step: StepContext, step_params: Sequence[StepParam]) -> None:
@@ -310,6 +331,18 @@ class MuonStep(torch.optim.Optimizer):
                 if recorder is not None:
                     recorder.after_adamw(indices, states, adamw_betas(group), adamw_eps(group))
         step.would_diverge = before  # not in a finally: after an error it must stay true
+
+    def _stand_in(self, step: StepContext, step_params: Sequence[StepParam]) -> None:
+        """Creates AdamW's state before any gradient has come, and lets weights stand in for gradients that are not there.
+
+        Kernels are compiled for them, which reads the layout of a gradient and writes nothing.
+        """
+        for record in step.records:
+            if not record.param_group["use_muon"] and record.param.requires_grad:
+                param_state.start(self.state[record.param], record.name, record.param, record.param_group)
+        for step_param in step_params:
+            if step_param.param.grad is None:
+                step_param.zeros = step_param.param
 
     def _skip(self, step: StepContext) -> None:
         """Counts a skipped step, because a gradient is not finite, and frees the gradients that the step would have freed."""

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..torch_compat import first_told
 from .collectives import all_gather_objects, reduce_largest, reduce_sum, start_maximum
 from .failures import hang_up, named_phase, wait_for
 
 _T = TypeVar("_T")
+WARM_UP = "warm-up exchange"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class Exchange:
        What a rank sends to another must be as long as what the other expects from it; the plan guarantees that.
     5. ``Pending.wait``: once for each ``start`` on each rank, in any order. Until then the two buffers must not be touched.
     6. ``tell``: a ``StepExecutor`` while it runs, between the ``start`` of a scatter and its use, on all ranks or none.
-    7. ``abandon``: the optimizer, on a rank that fails between its first ``start`` and its last ``wait`` of a step. The group
+    7. ``warm_up``: a ``StepExecutor``, at most once per plan, before its first ``start``, on all ranks of the group or none.
+    8. ``abandon``: the optimizer, on a rank that fails between its first ``start`` and its last ``wait`` of a step. The group
        cannot be used after that.
     """
 
@@ -77,6 +81,27 @@ class Exchange:
         with named_phase("scatter", self._group):
             (most,) = start_maximum((len(entries),), self._group).wait()
         return all_gather_objects(entries, self._group) if most else {}
+
+    def warm_up(self, received_splits: list[int], sent_splits: list[int], device: torch.device, attempt: int) -> None:
+        """Exchanges one number with each rank whose split is not 0, and reduces one over all: what connects lazily does so here.
+
+        The host waits until all has arrived. If a rank fails, all raise the same error, that of the first one to fail: it leaves
+        its reason in the store of the process group, under the number of this ``attempt``, before its connections are closed.
+        """
+        own, group = dist.get_rank(), self._group
+        splits = [[min(1, count) for count in counts] for counts in (received_splits, sent_splits)]
+        with named_phase(WARM_UP, group):
+            try:
+                largest = torch.full((1,), float(own), device=device)
+                sent, received = largest.repeat(sum(splits[1])), torch.full((sum(splits[0]),), -1.0, device=device)
+                wait_for(dist.all_to_all_single(received, sent, *splits, group=group, async_op=True), received, group)
+                wait_for(dist.all_reduce(largest, dist.ReduceOp.MAX, group=group, async_op=True), largest, group)
+                expected = [rank for rank, count in zip(self.ranks, splits[0], strict=True) if count]
+                if received.tolist() != expected or largest.item() != max(self.ranks):
+                    raise RuntimeError(f"{received.tolist()} has arrived from ranks {expected}")
+            except Exception as error:
+                reason = f"rank {own} of {self.ranks}: {type(error).__name__}: {error}"
+                raise RuntimeError(first_told(f"meshmuon {WARM_UP} {attempt}", reason)) from error
 
     def abandon(self) -> None:
         """Called by a rank that leaves a step after the ranks have agreed on it: those that wait for it get an error at once.

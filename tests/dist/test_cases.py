@@ -1,4 +1,4 @@
-"""Layout × experts × split × rule × idle × offload × non-finite × dtype: every rank ends with the bits of one device.
+"""Layout × experts × split × rule × idle × offload × non-finite × dtype × prepare(): every rank ends with the bits of one device.
 
 One device, in turn, ends with the bits of each matrix as a parameter of its own. Cases are drawn; a list of layouts with a model
 that has everything in it pins those that must never be left to chance.
@@ -51,6 +51,7 @@ def run_case(
 ) -> Wire:
     """Runs a case on all ranks as threads. They send what the plan says, and plan anew when a matrix has its first gradient.
 
+    Unless ``prepare()`` has planned it.
     With ``masked`` they decide on the device whether gradients are finite, as on GPUs. They leave out of the plan what has had no
     gradient for ``long_idle`` steps.
     """
@@ -78,7 +79,7 @@ def run_case(
     if ranks[0]:
         check_traffic(case, wire, ranks, held)
     if ranks[0] and long_idle is None and not (case.averages and case.offload is not None):  # DistMuon that loads plans anew
-        new = first_gradients(case, held)
+        new = [False] * case.steps if case.prepares else first_gradients(case, held)
         for rank, steps in enumerate(ranks):
             assert [plan is not before for (before, _), (plan, _) in pairwise(steps)] == new[1:], f"rank {rank}"
     return wire
@@ -369,7 +370,7 @@ EVERYTHING = {"rule": "normuon", "maximize": True, "cautious_weight_decay": True
 def named(layout: str, *, everything: bool) -> Drawn:
     """A case of three steps; with ``everything`` a rule that remembers, offload, a NaN in one step, and weights of 16 bits."""
     layouts, params, options = LAYOUTS[layout]
-    events: dict[str, Any] = {"offload": 1, "spoilt": ((2, 0),)} if everything else {}
+    events: dict[str, Any] = {"offload": 1, "spoilt": ((2, 0),), "prepares": True} if everything else {}
     options = {"conv": "flatten", **options, **(EVERYTHING if everything else {})}
     if everything:
         params = tuple(param if k % 3 else replace(param, dtype=torch.bfloat16) for k, param in enumerate(params))

@@ -52,6 +52,7 @@ class Case:
     offload: int | None = None  # seeds when each rank turns offload on and off; one device never does
     averages: bool = False  # DistMuon, each rank with gradients of its own
     divided: bool = False  # plain tensors are replicas; else each rank knows only its own
+    prepares: bool = False  # ranks call ``prepare()`` before the first step; one device never does
 
 
 Held = list[list[Tensor]]  # rank → parameter → the flat indices of the elements that torch puts there
@@ -179,10 +180,18 @@ States = list[dict[str, Tensor]]
 
 
 def run(
-    case: Case, params: Sequence[nn.Parameter], grads: Any, *, watch: Callable[[Muon], object] | None = None, **options: Any
+    case: Case,
+    params: Sequence[nn.Parameter],
+    grads: Any,
+    *,
+    watch: Callable[[Muon], object] | None = None,
+    prepares: bool = False,
+    **options: Any,
 ) -> tuple[list[Tensor], States, Muon]:
     """This rank's part of the parameters and of their state after all steps; ``watch`` sees the optimizer after each."""
     optimizer = build(case, params, **options)
+    if prepares:
+        optimizer.prepare()
     for step in range(case.steps):
         for k, param in enumerate(params):
             param.grad = grads(step, k)
@@ -259,7 +268,7 @@ def sharded(
 
     params = _trainable(case, [place(case, meshes, k, value) for k, value in enumerate(initial(case))])
     more = {"kind": DistMuon} if case.averages else {"replica_group": dist.group.WORLD} if case.divided else {}
-    return run(case, params, grad, watch=after_step, **more, **options)
+    return run(case, params, grad, watch=after_step, prepares=case.prepares, **more, **options)
 
 
 def check(
@@ -281,8 +290,8 @@ def check_shards(
         same(actual[0][k], local(place(case, meshes, k, expected[0][k])), f"parameter {k}")
         state, whole = actual[1][k], expected[1][k]
         for key in {**state, **whole}:
-            if key in state and key not in whole:  # ``state_dict`` makes it for parameters without a gradient so far
-                assert case.offload is not None, f"{key} of parameter {k}"
+            if key in state and key not in whole:  # ``state_dict`` or ``prepare`` makes it before the first gradient
+                assert case.offload is not None or case.prepares, f"{key} of parameter {k}"
                 assert key in COUNTERS or not state[key].any(), f"{key} of parameter {k}"
             else:
                 cut = whole[key] if key in COUNTERS else local(place(case, meshes, k, whole[key]))

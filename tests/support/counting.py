@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshmuon import Muon
 from meshmuon.plan.plan_data import PlanData
+from meshmuon.transport import Exchange
 
 
 class Wire:
@@ -58,13 +59,19 @@ class Wire:
 
 @contextmanager
 def counted() -> Iterator[Wire]:
-    """Counts the ragged exchanges of all ranks of this process."""
-    wire = Wire()
-    original = dist.all_to_all_single
+    """Counts the ragged exchanges of all ranks of this process, without those of ``prepare()``."""
+    wire, this_rank = Wire(), threading.local()
+    original, warm_up = dist.all_to_all_single, Exchange.warm_up
+
+    def uncounted(*args: Any) -> None:
+        this_rank.warms_up = True
+        warm_up(*args)
+        this_rank.warms_up = False
 
     def counting(output: Tensor, sent: Tensor, output_splits: list[int], splits: list[int], *, group: Any, async_op: bool) -> Any:
-        wire.record(sent, splits, group)
+        if not getattr(this_rank, "warms_up", False):
+            wire.record(sent, splits, group)
         return original(output, sent, output_splits, splits, group=group, async_op=async_op)
 
-    with patch.object(dist, "all_to_all_single", counting):
+    with patch.object(dist, "all_to_all_single", counting), patch.object(Exchange, "warm_up", uncounted):
         yield wire

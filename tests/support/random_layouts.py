@@ -138,7 +138,7 @@ def cases(draw: Any, *, steps: int = 4, events: bool = False, averages: bool = F
         options["nonfinite"] = "skip"
         spoilt = tuple(draw(st.sets(st.tuples(*places), max_size=2)))
     offload = draw(st.sampled_from([None, None, *range(4)]))
-    case = Case(params, options, steps, threads, spoilt=spoilt, offload=offload)
+    case = Case(params, options, steps, threads, spoilt=spoilt, offload=offload, prepares=draw(st.booleans()))
     if averages:
         params = tuple(replace(param, mesh=None, placements=()) for param in params)
         options = {key: value for key, value in options.items() if key not in ("replicas", "comm_dtype")}
