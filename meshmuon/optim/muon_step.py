@@ -300,9 +300,8 @@ class MuonStep(torch.optim.Optimizer):
     def _find_and_mask(self, step: StepContext, step_params: Sequence[StepParam]) -> None:
         """All elementwise work before the executor's, to compile it."""
         if step.skip_mask is not None:
-            self._nonfinite.found(step.records, step.scaling, self._executor.elementwise)
-            if step.only_prepares:
-                self._executor.elementwise.any_nonfinite([local_part(each.grad) for each in step_params], step.skip_mask.device)
+            elementwise = self._executor.elementwise
+            self._nonfinite.found(step.records, step.scaling, elementwise, stand_ins=step.only_prepares)
             self._mask_gradients(step, step_params)
 
     def _mask_gradients(self, step: StepContext, step_params: Sequence[StepParam]) -> None:
@@ -311,8 +310,10 @@ class MuonStep(torch.optim.Optimizer):
         x + (−0) is x bit for bit: a momentum of −0 would lose its sign to +0 in a step that must change nothing.
         """
         assert step.skip_mask is not None
-        made_zeros = [local_part(step_param.zeros) for step_param in step_params if step_param.zeros is not None]
-        self._executor.elementwise.fill_if([*gradients_of(step.records), *made_zeros], step.skip_mask, -0.0)
+        gradients = gradients_of(step.records, stand_ins=step.only_prepares)
+        if not step.only_prepares:
+            gradients += [local_part(step_param.zeros) for step_param in step_params if step_param.zeros is not None]
+        self._executor.elementwise.fill_if(gradients, step.skip_mask, -0.0)
 
     def _adamw_step(self, step: StepContext) -> None:
         before, step.would_diverge = step.would_diverge, True  # if it fails, the other ranks have stepped and this one has not

@@ -127,12 +127,15 @@ class NonFinite:
         device = next((tensor.device for tensor in asked if not known_to_host(tensor)), None)
         return None if device is None else torch.zeros((), dtype=torch.bool, device=device)
 
-    def found(self, params: Sequence[ParamRecord], scaling: Scaling, elementwise: Elementwise) -> Tensor | None:
+    def found(
+        self, params: Sequence[ParamRecord], scaling: Scaling, elementwise: Elementwise, *, stand_ins: bool = False
+    ) -> Tensor | None:
         """What devices of this rank know, as a boolean there; None if none has to be asked."""
         if scaling.found_inf is not None:
             return None if known_to_host(scaling.found_inf) else scaling.found_inf > 0
         on_device = [record for record in params if not known_to_host(record.param)] if self.policy == "skip" else []
-        return elementwise.any_nonfinite(gradients_of(on_device), on_device[0].param.device) if on_device else None
+        gradients = gradients_of(on_device, stand_ins=stand_ins)
+        return elementwise.any_nonfinite(gradients, on_device[0].param.device) if on_device else None
 
     def reduce_skip_mask(
         self, params: Sequence[ParamRecord], scaling: Scaling, exchange: Exchange | None, elementwise: Elementwise
@@ -151,6 +154,8 @@ class NonFinite:
         return skip
 
 
-def gradients_of(params: Iterable[ParamRecord]) -> list[Tensor]:
-    """This rank's parts of all gradients."""
-    return [local_part(record.param.grad) for record in params if record.param.grad is not None]
+def gradients_of(params: Iterable[ParamRecord], *, stand_ins: bool = False) -> list[Tensor]:
+    """This rank's parts of all gradients; with ``stand_ins``, weights that train instead of gradients that are not there."""
+    tensors = [record.param for record in params]
+    gradients = [param if stand_ins and param.grad is None and param.requires_grad else param.grad for param in tensors]
+    return [local_part(gradient) for gradient in gradients if gradient is not None]

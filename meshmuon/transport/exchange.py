@@ -89,14 +89,14 @@ class Exchange:
         its reason in the store of the process group, under the number of this ``attempt``, before its connections are closed.
         """
         own, group = dist.get_rank(), self._group
-        splits = [[min(1, count) for count in counts] for counts in (received_splits, sent_splits)]
+        arriving, leaving = ([min(1, count) for count in counts] for counts in (received_splits, sent_splits))
         with named_phase(WARM_UP, group):
             try:
                 largest = torch.full((1,), float(own), device=device)
-                sent, received = largest.repeat(sum(splits[1])), torch.full((sum(splits[0]),), -1.0, device=device)
-                wait_for(dist.all_to_all_single(received, sent, *splits, group=group, async_op=True), received, group)
+                sent, received = largest.repeat(sum(leaving)), torch.full((sum(arriving),), -1.0, device=device)
+                wait_for(dist.all_to_all_single(received, sent, arriving, leaving, group=group, async_op=True), received, group)
                 wait_for(dist.all_reduce(largest, dist.ReduceOp.MAX, group=group, async_op=True), largest, group)
-                expected = [rank for rank, count in zip(self.ranks, splits[0], strict=True) if count]
+                expected = [rank for rank, count in zip(self.ranks, arriving, strict=True) if count]
                 if received.tolist() != expected or largest.item() != max(self.ranks):
                     raise RuntimeError(f"{received.tolist()} has arrived from ranks {expected}")
             except Exception as error:

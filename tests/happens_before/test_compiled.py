@@ -44,8 +44,11 @@ PROGRAMS = {
 def test_no_kernel_is_compiled_in_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[str] = []
     monkeypatch.setattr(TwinListKernels, "compiled_late", late)
-    run_program(PROGRAMS[name])
+    weights = run_program(PROGRAMS[name]).weights
     assert not late
+    prepared = run_program(replace(PROGRAMS[name], events=((0, "prepare"),))).weights
+    assert bool(late) == (name == "a scaler")  # of which the optimizer hears in its first step
+    assert all(torch.equal(*pair) for of_ranks in zip(weights, prepared, strict=True) for pair in zip(*of_ranks, strict=True))
 
 
 @pytest.mark.parametrize("broken", ["fill", "apply", "copy", "fill_if", "mark_nonfinite"])

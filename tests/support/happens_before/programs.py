@@ -59,6 +59,7 @@ EVENTS = {
     "grow": "a param group is added",
     "save": "a state_dict is made, and read",
     "copy": "the optimizer is copied, and its state read",
+    "prepare": "the optimizer prepares a step",
 }
 MESHES = [(1,), (2,), (2,), (3,), (4,), (2, 2), (2, 2), (1, 3), (3, 2), (2, 1, 2)]
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12]
@@ -101,7 +102,8 @@ def random_program(seed: int) -> Program:
     # Drawn last, so that the programs are otherwise those that they were before there were metrics.
     every, kernels = rng.choice([None, 1, 2]), rng.choice(["auto", "auto", "torch"])
     measured = {} if every is None else {"metrics": every}
-    return replace(drawn, options={**drawn.options, **measured, "kernels": kernels})
+    prepares: tuple[tuple[int, str], ...] = ((rng.choice([0, 0, 2]), "prepare"),) if rng.random() < 0.4 else ()
+    return replace(drawn, options={**drawn.options, **measured, "kernels": kernels}, events=(*drawn.events, *prepares))
 
 
 def in_host_memory(program: Program, seed: int) -> Program:

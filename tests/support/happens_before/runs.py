@@ -207,6 +207,7 @@ class _RankRun:
             "grow": self._grow,
             "save": self._save,
             "copy": self._copy,
+            "prepare": self._optimizer.prepare,
         }
         for at, event in self._program.events:
             if at == step:
