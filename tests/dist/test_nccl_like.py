@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshmuon.agree.node_view import RANKS_PER_NODE
 from tests.support.cases import Case, Param, check, single
 from tests.support.nccl_like import NAME, NcclLike
 from tests.support.processes import Job, JobRanks
@@ -28,6 +32,19 @@ def pipeline_with_a_two_dim_stage() -> None:
     optimizer = check(case, [meshes[stage]], single(case))
     assert optimizer.plan().ranks == ((0, 1, 2, 3), (4,))[stage]
     dist.new_group([0, 4])  # as many splits as before on all ranks
+
+
+def prepare_meets_every_peer(per_node: str | None = None, **options: Any) -> None:
+    """A number goes to and comes from each rank that steps exchange with, before the first of them; to and from no other."""
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    params = tuple(Param((2 + 2 * k, 7 - k), 0, (S0,), unused=(0,) if k == 1 else ()) for k in range(3))
+    case = Case((*params, Param((9,), 0, (S0,), muon=False)), {"rule": "normuon", **options}, steps=3, prepares=True)
+    with patch.dict(os.environ, {} if per_node is None else {RANKS_PER_NODE: per_node}):
+        check(case, [mesh], single(case))
+    first, *later = [parts for kind, *parts in world().history if kind.startswith("all_to_all")]
+    assert later
+    for met, exchanged in zip(first, zip(*later, strict=True), strict=True):  # sent to, and expected from
+        assert met == dict.fromkeys(set[int]().union(*exchanged), 1)
 
 
 # The back end itself: it must notice what NCCL would make wrong, or hang.
@@ -115,6 +132,8 @@ NEW = {
     "sizes are compared": (2, sizes_are_compared),
     "abort wakes a wait": (2, abort_wakes_a_wait),
     "members alone cannot split": (2, members_alone_cannot_split),
+    "prepare() meets every peer": (4, prepare_meets_every_peer),
+    "prepare() meets every peer, with relays": (4, partial(prepare_meets_every_peer, "2", max_peers=1)),
 }
 
 

@@ -57,6 +57,16 @@ def test_a_graph_serves_all_batches_of_a_kind(options: dict[str, Any], sharded: 
     assert all(len(set(map(id, pools))) == 1 for pools in outcome.pools)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_prepare_records_all_graphs(sharded: bool, kernels: str) -> None:
+    stepped = program(sharded=sharded, kernels=kernels)
+    prepared = replace(stepped, steps=0, events=((0, "prepare"),))
+    counts = [sorted(map(len, run_program(one).pools)) for one in (stepped, prepared)]
+    assert counts[0] == counts[1]
+    assert sum(counts[0]) >= len(set(SHAPES))
+
+
 def test_staged_batches_take_turns_in_two_places() -> None:
     """A graph is bound to its memory: one per kind and place."""
     graphs = program(sharded=True)

@@ -105,7 +105,16 @@ def not_prepared(optimizer: Muon, params: list[nn.Parameter], trouble: Trouble) 
         steps(optimizer, params, trouble)
 
 
+def prepared_later(optimizer: Muon, params: list[nn.Parameter], trouble: Trouble) -> None:
+    optimizer.param_groups[0]["lr"] = -1.0
+    with suppress(Exception):
+        optimizer.prepare()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.prepare()
+
+
 LIVES = [steps, loaded, offloaded, offloaded_and_back, hooked, scheme_failed, refused, option_out_of_range, not_prepared]
+LIVES.append(prepared_later)
 Life = Callable[[Muon, list[nn.Parameter], Trouble], None]
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch.distributed as dist
+
 from meshmuon.agree.planner import Planner
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.shards import UpdateViews
@@ -26,6 +28,7 @@ PHASES = (
     "before the agreement",
     "in the agreement",
     "making ready",
+    "warm-up exchange",
     "before the gather",
     "gather",
     "orthogonalise",
@@ -39,6 +42,7 @@ _STARTED = {"before the gather": "gather", "gather": "gather", "before the scatt
 # How far the other ranks must have come when the rank of the fault dies, so that none of them is still in an earlier phase.
 _AWAITED = {
     **dict.fromkeys(("before the agreement", "in the agreement", "making ready"), "before the agreement"),
+    "warm-up exchange": "warm-up exchange",
     **dict.fromkeys(("before the gather", "gather", "orthogonalise"), "before the gather"),
     **dict.fromkeys(("before the scatter", "scatter", "adamw", "update"), "before the scatter"),
 }
@@ -127,6 +131,7 @@ def hooked(phase: str, action: Action) -> Any:
     owner, name = {
         "before the agreement": (Agreement, "start"),
         "in the agreement": (PendingRounds, "wait"),  # the first round is sent, and that of another rank may be here
+        "warm-up exchange": (dist, "all_to_all_single"),  # of ``prepare()``, in which there is no other
         "orthogonalise": (OrthoBatch, "orthogonalise"),
         "adamw": (muon_step, "adamw_step"),
         "update": (UpdateViews, "apply"),
