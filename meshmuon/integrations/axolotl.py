@@ -13,7 +13,7 @@ from axolotl.integrations.base import BasePlugin
 from ..errors import ConfigError
 from ..params.checks import shown
 from .factory import by_own_names
-from .hf import muon
+from .hf import PrepareMuon, muon
 
 _OTHER_GROUPS = ("embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_lr_ratio")
 
@@ -44,3 +44,4 @@ class MuonPlugin(BasePlugin):
                 given = f"{name}={shown(getattr(trainer.args, name))}"
                 raise ConfigError(f"{given} is for axolotl's own param groups, which Muon's replace: remove {name}.")
         trainer.optimizer_cls_and_kwargs = (muon, dict(options))
+        trainer.add_callback(PrepareMuon())

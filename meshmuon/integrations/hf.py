@@ -49,11 +49,28 @@ class muon:  # noqa: N801  # read as what it does; Trainer asks for a class, mak
         return muon_for(model, **options)
 
 
-class MuonMetrics(TrainerCallback):
+class PrepareMuon(TrainerCallback):
+    """Calls ``prepare()`` of the optimizer when training begins: the model is sharded then, and a checkpoint is loaded.
+
+    Example::
+
+        Trainer(model, args, callbacks=[PrepareMuon()], optimizer_cls_and_kwargs=(muon, {"lr": 1e-3}))
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Called by the Trainer on every process."""
+        if isinstance(muon := unwrapped(optimizer), Muon):
+            muon.prepare()
+
+
+class MuonMetrics(PrepareMuon):
     """Adds the measurements of an optimizer that was built with ``metrics=`` to the logs of a ``Trainer``.
 
     They reach everything that ``report_to`` names, under the names of ``meshmuon.metrics.flat``. Alarms are printed on the main
-    process. Measure as often as the Trainer logs, or more rarely: ``metrics=args.logging_steps``.
+    process. Measure as often as the Trainer logs, or more rarely: ``metrics=args.logging_steps``. It does what ``PrepareMuon``
+    does as well.
 
     Example::
 
@@ -73,7 +90,7 @@ class MuonMetrics(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Adds the last measurement to ``logs``, and to the history that the Trainer saves."""
-        muon = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        muon = unwrapped(optimizer)
         if logs is None or not isinstance(muon, Muon) or not muon.measures:
             return
         measured = muon.metrics()
@@ -84,6 +101,11 @@ class MuonMetrics(TrainerCallback):
         if state.is_world_process_zero:
             for alarm in self._health.check(measured):
                 print(f"meshmuon: {alarm}", flush=True)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer itself, which Accelerate wraps."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _options_in(args: TrainingArguments | None) -> dict[str, Any]:

@@ -55,6 +55,8 @@ def _replicated(module: nn.Module, fabric: Fabric | None) -> bool:
 class MuonMonitor(Callback):
     """Logs the routing table when fitting starts, and then learning rates and skipped steps to the trainer's loggers.
 
+    Before the first batch it calls ``prepare()`` of each Muon: the model is sharded then, and a checkpoint is loaded.
+
     The metrics are ``muon/lr``, ``muon/lr_adamw`` (with a number behind them for further groups) and ``muon/skipped_steps``.
     They belong to the step that is about to be made. An optimizer that was built with ``metrics=`` adds its last measurement, by
     the names of ``meshmuon.metrics.flat``; alarms about it are warned of on rank 0.
@@ -82,6 +84,12 @@ class MuonMonitor(Callback):
             )
         for optimizer in optimizers:
             rank_zero_info(f"Routing table of {type(optimizer).__name__}:\n{optimizer.routing_table()}")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prepares the first step, on every rank."""
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.prepare()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Logs the metrics of one optimizer, if the trainer logs this step."""

@@ -30,7 +30,8 @@ class MuonContainer(OptimizersContainer[Muon]):
     """torchtitan's container of optimizers, with Muon: one per model part, so that pipeline stages plan alone.
 
     Without ``param_groups`` in the config, each part gets its default param groups. With them, torchtitan's patterns decide: an
-    entry with ``optimizer_name="Muon"`` needs ``use_muon`` among its ``optimizer_kwargs``.
+    entry with ``optimizer_name="Muon"`` needs ``use_muon`` among its ``optimizer_kwargs``. torchtitan builds it after it has
+    sharded and initialised the model, so that it also calls ``prepare()`` of each.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -58,6 +59,9 @@ class MuonContainer(OptimizersContainer[Muon]):
         by_own_names(config.options)  # refuses unknown ones
         self._options = {"none_grad": False, "lr": config.lr, "weight_decay": config.weight_decay, **config.options}
         super().__init__(config, model_parts=model_parts)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.prepare()
 
     def _resolve_optimizer_factory(self, name: str) -> Callable[..., Optimizer]:  # static in the base
         return partial(Muon, **self._options) if name == "Muon" else super()._resolve_optimizer_factory(name)

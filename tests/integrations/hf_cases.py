@@ -35,7 +35,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from meshmuon.integrations.hf import muon
+from meshmuon.integrations.hf import PrepareMuon, muon
 
 SAVED = STEPS // 2  # the step after which a checkpoint is written
 
@@ -97,13 +97,21 @@ def make(kind: str, folder: Path, layout: str, **options: Any) -> Trainer:
     allow_fsdp2_on_cpu(layout)
     wanted = (muon, {"training_args": args, **options})
     if kind == "trainer":
-        return Trainer(model, args, train_dataset=reference.samples(), optimizer_cls_and_kwargs=wanted)
+        prepares = [NeedsPlan()]
+        return Trainer(model, args, train_dataset=reference.samples(), optimizer_cls_and_kwargs=wanted, callbacks=prepares)
     words = {"<pad>": 0, "</s>": 1} | {f"word{k}": k for k in range(2, reference.VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="</s>"
     )
     dataset = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in reference.samples()])
     return SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer, optimizer_cls_and_kwargs=wanted)
+
+
+class NeedsPlan(PrepareMuon):
+    """Demands that the first step was prepared."""
+
+    def on_step_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        assert optimizer.optimizer.plan()
 
 
 def loss_of_sft(model: nn.Module, batch: Batch, tokens: Tensor) -> Tensor:

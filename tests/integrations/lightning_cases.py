@@ -159,6 +159,13 @@ def fit(module: Module, checkpoint: Path | None = None, **options: Any) -> Modul
     return module
 
 
+class NeedsPlan(lightning.Callback):
+    """Demands that the first step was prepared."""
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        assert trainer.optimizers[0].plan()  # type: ignore[attr-defined]
+
+
 def lightning_case(layout: str, folder: Path) -> None:
     """All that a trainer does: accumulation, clipping, a schedule, logging, checkpoints; and a second trainer that resumes."""
     folder, handler = folder / f"lightning-{layout}", BufferingHandler(capacity=10_000)
@@ -166,7 +173,7 @@ def lightning_case(layout: str, folder: Path) -> None:
     try:
         saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
         logger = CSVLogger(folder, name="log", version="")
-        module = fit(Module(layout), logger=logger, callbacks=[saves, MuonMonitor(), LearningRateMonitor()])
+        module = fit(Module(layout), logger=logger, callbacks=[saves, MuonMonitor(), NeedsPlan(), LearningRateMonitor()])
     finally:
         logging.getLogger("lightning.pytorch").removeHandler(handler)
     expected, _, losses = plain(layout)

@@ -84,7 +84,10 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
 def axolotl_trainer(**arguments: Any) -> SimpleNamespace:
     args = need("transformers").TrainingArguments("unused", use_cpu=True, report_to="none", learning_rate=2e-3, weight_decay=0.25)
     vars(args).update(arguments)
-    return SimpleNamespace(optimizer=None, optimizer_cls_and_kwargs=None, model=net(), args=args)
+    callbacks: list[Any] = []
+    return SimpleNamespace(
+        optimizer_cls_and_kwargs=None, model=net(), args=args, callbacks=callbacks, add_callback=callbacks.append
+    )
 
 
 def test_axolotl(plugin: Any) -> None:
@@ -98,6 +101,9 @@ def test_axolotl(plugin: Any) -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {2e-3}
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.25, 0.0}
     assert {group["momentum"] for group in optimizer.param_groups} == {0.5}
+    (callback,) = trainer.callbacks
+    callback.on_train_begin(trainer.args, None, None, optimizer=SimpleNamespace(optimizer=optimizer))
+    assert optimizer.plan()
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,7 @@ def container_case(name: str, degrees: dict[str, int], folder: Path) -> None:
     """What the config selects: default groups or patterns, options, gradients that stay, and what is refused."""
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 5))
     (optimizer,) = muon(lr=LR, weight_decay=0.0, momentum=0.9).build(model_parts=[model])
+    assert [param.name for param in optimizer.plan().params] == ["1.weight", "2.weight"]  # it is prepared
     assert [group["param_names"] for group in optimizer.param_groups] == [
         ["1.weight", "2.weight"],
         ["0.weight", "3.weight"],
