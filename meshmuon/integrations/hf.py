@@ -61,7 +61,7 @@ class PrepareMuon(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Called by the Trainer on every process."""
-        if isinstance(muon := unwrapped(optimizer), Muon):
+        if isinstance(muon := _unwrapped(optimizer), Muon):
             muon.prepare()
 
 
@@ -90,7 +90,7 @@ class MuonMetrics(PrepareMuon):
         **kwargs: Any,
     ) -> None:
         """Adds the last measurement to ``logs``, and to the history that the Trainer saves."""
-        muon = unwrapped(optimizer)
+        muon = _unwrapped(optimizer)
         if logs is None or not isinstance(muon, Muon) or not muon.measures:
             return
         measured = muon.metrics()
@@ -103,7 +103,7 @@ class MuonMetrics(PrepareMuon):
                 print(f"meshmuon: {alarm}", flush=True)
 
 
-def unwrapped(optimizer: Any) -> Any:
+def _unwrapped(optimizer: Any) -> Any:
     """The optimizer itself, which Accelerate wraps."""
     return getattr(optimizer, "optimizer", optimizer)
 

@@ -233,7 +233,7 @@ class Muon(PreparedStep):
         The first step makes it, when gradients and layouts are known, or ``prepare()`` for all parameters that train.
         """
         if self._executor.plan is None:
-            raise ConfigError("there is no plan yet: it is made at the first step().")
+            raise ConfigError("there is no plan yet: it is made by prepare(), or at the first step().")
         return self._executor.plan
 
     @property

@@ -238,18 +238,21 @@ def _link_text(link: LinkRate) -> str:
 # The host, and a whole step.
 
 
-def _step_times(context: Context, count: int, size: int, *, repeats: int) -> tuple[list[float], Muon]:
-    """The times of steps on ``count`` matrices that are sharded over all ranks."""
+def _step_times(context: Context, count: int, size: int, *, repeats: int) -> tuple[list[float], Muon, float]:
+    """The times of steps on ``count`` matrices that are sharded over all ranks; last, that of ``prepare()``."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh, whole = context.mesh(context.world), seeded((size, size), 5).to(context.device)
     params = [nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)) for _ in range(count)]
     optimizer = Muon([{"params": params, "use_muon": True}], none_grad=False)
+    began = time.monotonic()
+    optimizer.prepare()
+    seconds_to_prepare = time.monotonic() - began
     for param in params:
         param.grad = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-    for _ in range(2):  # the first makes plan and buffers
+    for _ in range(2):  # the first ones are slower
         optimizer.step()
-    return _seconds(context, optimizer.step, repeats), optimizer
+    return _seconds(context, optimizer.step, repeats), optimizer, seconds_to_prepare
 
 
 def measure_host(context: Context) -> Finding:
@@ -257,7 +260,7 @@ def measure_host(context: Context) -> Finding:
     few, many, on_cpu = 8, 72, context.device.type == "cpu"
     with context.doing("measuring steps on tiny matrices"):
         measured = {count: _step_times(context, count, 8, repeats=10) for count in (few, many)}
-    times = {count: min(seconds) for count, (seconds, _) in measured.items()}
+    times = {count: min(seconds) for count, (seconds, *_) in measured.items()}
     per_matrix = max(1e-7, (times[many] - times[few]) / (many - few))
     issued, per_launch = few * per_matrix, None
     if not on_cpu:
@@ -319,15 +322,16 @@ def measure_step(context: Context) -> Finding:
     largest = size if context.options.quick else _LARGEST_STEP * size
     while True:
         with context.doing(f"measuring steps on {count} matrices of {size}×{size}"):
-            times, optimizer = _step_times(context, count, size, repeats=5)
-            slowest = torch.tensor(statistics.median(times), dtype=torch.float32, device=context.device)
+            times, optimizer, to_prepare = _step_times(context, count, size, repeats=5)
+            slowest = torch.tensor([statistics.median(times), to_prepare], dtype=torch.float32, device=context.device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must go on, or none
-            seconds = float(slowest)
+            seconds, to_prepare = slowest.tolist()
         if size == largest or seconds > _LONG_STEP:
             break
         size *= 2
     figures: dict[str, Any] = {"seconds": seconds, "matrices": count, "size": size, "predicted_seconds": None}
-    text = f"{count} matrices of {size}×{size} take {1e3 * seconds:.1f} ms"
+    figures["seconds_to_prepare"] = to_prepare
+    text = f"{count} matrices of {size}×{size} take {1e3 * seconds:.1f} ms, prepare() {1e3 * to_prepare:.0f} ms"
     calibration = calibration_of(context)
     if calibration is None:
         return Finding(f"{text}; without the other measurements there is no prediction", figures=figures)
