@@ -634,3 +634,21 @@ def test_fake_tensors_are_entered_in_threads_one_after_another() -> None:
         "    thread.join()\n"
     )
     assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["TCPStore", "FileStore", "HashStore", "PrefixStore"])
+def test_the_first_to_tell_is_heard_by_all(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores: dict[str, Any] = {
+        "TCPStore": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True),
+        "FileStore": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "HashStore": dist.HashStore,
+        "PrefixStore": lambda: dist.PrefixStore("a", dist.HashStore()),
+    }
+    store = stores[kind]()
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
+    assert [torch_compat.first_told(key, text) for key, text in (("a", "1 é"), ("a", "2"), ("b", "3"))] == ["1 é", "1 é", "3"]
+
+
+def test_without_a_store_a_rank_hears_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not dist.is_initialized()
+    assert torch_compat.first_told("a", "own") == "own"

@@ -61,7 +61,8 @@ class PrepareMuon(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Called by the Trainer on every process."""
-        if isinstance(muon := _unwrapped(optimizer), Muon):
+        muon = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        if isinstance(muon, Muon):
             muon.prepare()
 
 
@@ -90,7 +91,7 @@ class MuonMetrics(PrepareMuon):
         **kwargs: Any,
     ) -> None:
         """Adds the last measurement to ``logs``, and to the history that the Trainer saves."""
-        muon = _unwrapped(optimizer)
+        muon = getattr(optimizer, "optimizer", optimizer)
         if logs is None or not isinstance(muon, Muon) or not muon.measures:
             return
         measured = muon.metrics()
@@ -101,11 +102,6 @@ class MuonMetrics(PrepareMuon):
         if state.is_world_process_zero:
             for alarm in self._health.check(measured):
                 print(f"meshmuon: {alarm}", flush=True)
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer itself, which Accelerate wraps."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _options_in(args: TrainingArguments | None) -> dict[str, Any]:

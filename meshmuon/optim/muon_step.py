@@ -175,9 +175,6 @@ class MuonStep(torch.optim.Optimizer):
             bits += f", {self._executor.settings.bits}"
         if step.only_prepares:
             bits += ", prepare()"
-        activity = Activity.ACTIVE if step.only_prepares else Activity.NO_MATRIX
-        if not step.failure and not step.only_prepares:
-            activity = self._activity.of(step.records, step.has_grad)
 
         def hyperparameters() -> list[str]:
             compared = bits if gpu is None else f"{bits}, {gpu_bits(gpu)}"
@@ -190,7 +187,7 @@ class MuonStep(torch.optim.Optimizer):
             prepared_plan=self._executor.plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
-            activity=activity,
+            activity=Activity.NO_MATRIX if step.failure or step.only_prepares else self._activity.of(step.records, step.has_grad),
             hyperparameters=hyperparameters,
             without_state=[k for k in self._collector.without_state if self._keeps(step.records[k])],
             presence=StatePresence(step.records, self.state, self._keeps),

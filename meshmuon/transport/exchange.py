@@ -99,6 +99,7 @@ class Exchange:
                 expected = [rank for rank, count in zip(self.ranks, arriving, strict=True) if count]
                 if received.tolist() != expected or largest.item() != max(self.ranks):
                     raise RuntimeError(f"{received.tolist()} has arrived from ranks {expected}")
+                start_maximum((0,), group).wait()  # no rank returns before all have received theirs
             except Exception as error:
                 reason = f"rank {own} of {self.ranks}: {type(error).__name__}: {error}"
                 raise RuntimeError(first_told(f"meshmuon {WARM_UP} {attempt}", reason)) from error

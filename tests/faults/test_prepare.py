@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from meshmuon import DistMuon, Muon
 from meshmuon.errors import MeshmuonError, PlanMismatchError, TransportError
@@ -194,3 +196,25 @@ def test_a_rank_that_fails_in_the_warm_up_exchange(action: type[Kill] | None, ba
         assert "rank 1 of [0, 1, 2, 3]: RuntimeError: NCCL: out of memory" in text
     assert (f"Timed out waiting {round(1000 * TIMEOUT)}ms" in text) == (action is None), text
     assert f"{round(1000 * GROUP_TIMEOUT)}ms" not in text
+
+
+def spoiling_rank(rank: int, folder: Path) -> str:
+    """Rank 1 sends other numbers than it should, and receives the right ones."""
+    original = dist.all_to_all_single
+
+    def spoilt(received: Tensor, sent: Tensor, *splits: Any, **options: Any) -> Any:
+        return original(received, sent + 4 if rank == ODD else sent, *splits, **options)
+
+    with patch.object(dist, "all_to_all_single", spoilt):
+        text = failing_prepare(muon_of(initial(world_mesh())))
+    (folder / f"reported{rank}").touch()
+    await_files(folder, "reported*", 3)
+    return text
+
+
+@pytest.mark.parametrize("backend", ["gloo", nccl_like.NAME])
+def test_numbers_that_change_on_their_way(backend: str, tmp_path: Path) -> None:
+    text = one_text(results_of(run_ranks(3, spoiling_rank, tmp_path, backend=backend)))
+    assert "prepare() failed in its warm-up exchange: ranks lost each other in the warm-up exchange of a step: rank" in text
+    assert "5.0" in text
+    assert "has arrived from ranks [" in text
