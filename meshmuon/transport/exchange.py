@@ -95,11 +95,11 @@ class Exchange:
                 largest = torch.full((1,), float(own), device=device)
                 sent, received = largest.repeat(sum(leaving)), torch.full((sum(arriving),), -1.0, device=device)
                 wait_for(dist.all_to_all_single(received, sent, arriving, leaving, group=group, async_op=True), received, group)
+                arrived, expected = received.tolist(), [rank for rank, n in zip(self.ranks, arriving, strict=True) if n]
                 wait_for(dist.all_reduce(largest, dist.ReduceOp.MAX, group=group, async_op=True), largest, group)
-                expected = [rank for rank, count in zip(self.ranks, arriving, strict=True) if count]
-                if received.tolist() != expected or largest.item() != max(self.ranks):
-                    raise RuntimeError(f"{received.tolist()} has arrived from ranks {expected}")
-                start_maximum((0,), group).wait()  # no rank returns before all have received theirs
+                if arrived != expected or largest.item() != max(self.ranks):
+                    raise RuntimeError(f"{arrived} has arrived from ranks {expected}")
+                all_gather_objects(None, group, phase=WARM_UP)  # no rank returns before all have received theirs
             except Exception as error:
                 reason = f"rank {own} of {self.ranks}: {type(error).__name__}: {error}"
                 raise RuntimeError(first_told(f"meshmuon {WARM_UP} {attempt}", reason)) from error

@@ -212,6 +212,7 @@ SCENARIOS = {
     # Without exchanges; three matrices on each rank.
     "weights in host memory, whole on their ranks": scenario((2,), (replace(EXPERTS, shape=(6, 5, 3)),), {"chunk_size": 1}),
     "relays between nodes": scenario((4,), weights(5, S0, shape=(8, 4)), IN_TURNS | {"max_peers": 1}, ranks_per_node=2),
+    "prepared": scenario((2,), weights(2, S0), events=((0, "prepare"),)),
     "metrics": scenario((2,), (*weights(2, S0), replace(BIAS, placements=S0)), {"metrics": 1}, steps=5),
     "logits in pinned memory": scenario(
         (1,), ATTENTION, {"clip_config": {"head_dim": HEAD_DIM, "threshold": 10.0}}, steps=3, qk_clip=True, host_logits=True
