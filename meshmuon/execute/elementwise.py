@@ -56,8 +56,14 @@ def _all_add_alike(totals: list[Tensor], addends: list[Tensor]) -> bool:
     return all(adds_alike(*dtypes) for dtypes in {(a.dtype, b.dtype) for a, b in zip(totals, addends, strict=True)})
 
 
-def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
-    """M ← retain·M + G."""
+def _scaled(grads: list[Tensor], gain: float) -> list[Tensor]:
+    """The gradients times ``gain``, in at least float32; themselves if it is 1."""
+    return grads if gain == 1 else [(grad.float() if is_narrow(grad.dtype) else grad) * gain for grad in grads]
+
+
+def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
+    """M ← retain·M + gain·G."""
+    grads = _scaled(grads, gain)
     if not isinstance(retain, Tensor) and momenta[0].device.type == "cpu" and any(is_narrow(m.dtype) for m in momenta):
         for buffer, grad in zip(momenta, grads, strict=True):  # batched, a factor would be rounded to the buffer's 16 bits
             buffer.mul_(retain).add_(grad)
@@ -80,9 +86,15 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], 
 
 
 def fill_with_momentum(
-    views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
+    views: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    retain: float | Tensor,
+    momentum: float | None,
+    gain: float = 1.0,
 ) -> None:
-    """M ← retain·M + G, and V ← G + momentum·M, or V ← M if ``momentum`` is None."""
+    """M ← retain·M + gain·G, and V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
+    grads = _scaled(grads, gain)
     accumulate(momenta, grads, retain)
     if momentum is None:
         torch._foreach_copy_(views, momenta)
@@ -220,20 +232,26 @@ class FusedElementwise(Elementwise):
                 'mended, pass kernels="torch".'
             ) from error
 
-    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
         for fused, (m, g) in _by_dtype(momenta, grads):
-            (self._kernels if fused else self._plain).accumulate(m, g, retain)
+            (self._kernels if fused else self._plain).accumulate(m, g, retain, gain)
 
     def fill(
-        self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
+        self,
+        views: list[Tensor],
+        grads: list[Tensor],
+        momenta: list[Tensor],
+        retain: float | Tensor,
+        momentum: float | None,
+        gain: float = 1.0,
     ) -> None:
         for fused, (v, g, m) in _by_dtype(views, grads, momenta):
             if fused:
-                self._kernels.fill(v, g, m, retain, momentum)
+                self._kernels.fill(v, g, m, retain, momentum, gain)
                 continue
             narrow = is_narrow(v[0].dtype)
             wide = [torch.empty_like(view, dtype=torch.float32) for view in v] if narrow else v
-            self._plain.fill(wide, g, m, retain, momentum)
+            self._plain.fill(wide, g, m, retain, momentum, gain)
             if narrow:  # rounded once, as by the kernels
                 torch._foreach_copy_(v, wide)
 

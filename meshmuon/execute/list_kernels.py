@@ -161,7 +161,9 @@ def _momentum_kernel(
     tensors: tl.tensor,
     retain: tl.tensor,
     momentum: tl.tensor,
+    gain: tl.tensor,
     retain_in_memory: tl.constexpr,
+    scales: tl.constexpr,
     looks_ahead: tl.constexpr,
     fills: tl.constexpr,
     kind_0: tl.constexpr,
@@ -176,6 +178,8 @@ def _momentum_kernel(
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
     grad = _read(address, offsets, inside, kind_0, dense)
+    if scales:  # else it would change how the sums below are rounded
+        grad = grad * gain
     address, offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
     buffer = _read(address, offsets, inside, kind_1, dense)
     buffer = buffer * _scalar(retain, retain_in_memory) + grad
@@ -431,9 +435,9 @@ class ListKernels:
         with self.only_compiles():
             table.emptied().launch(kernel, *arguments, **constants)
 
-    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor) -> None:
-        """M ← retain·M + G."""
-        self.fill(None, grads, momenta, retain, None)
+    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
+        """M ← retain·M + gain·G."""
+        self.fill(None, grads, momenta, retain, None, gain)
 
     def fill(
         self,
@@ -442,14 +446,16 @@ class ListKernels:
         momenta: Sequence[Tensor],
         retain: float | Tensor,
         momentum: float | None,
+        gain: float = 1.0,
     ) -> None:
-        """M ← retain·M + G; then, if there are views, V ← G + momentum·M, or V ← M if ``momentum`` is None."""
+        """M ← retain·M + gain·G; then, if there are views, V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
         operands = (grads, momenta) if views is None else (grads, momenta, views)
         self._launch(
             self._table(*operands),
             _momentum_kernel,
-            *_as_arguments(retain, 1.0 if momentum is None else momentum),
+            *_as_arguments(retain, 1.0 if momentum is None else momentum, gain),
             retain_in_memory=isinstance(retain, Tensor),
+            scales=gain != 1,
             looks_ahead=momentum is not None,
             fills=views is not None,
             kind_0=_KINDS[grads[0].dtype],

@@ -244,7 +244,7 @@ def _orthogonaliser(stacked: Tensor, template: StepParam, memory: BatchMemory, s
         return replay_for(stacked.device, call, graphs), None
     products = settings.products(stacked.device)
     blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
-    steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked)
+    steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked, scheme.norm_floor)
 
     def orthogonalise(show_gram: ShowGram | None = None) -> None:
         with wide_sums(stacked.device, dtype):
@@ -259,11 +259,12 @@ def _compiled(
 ) -> Callable[[], None]:
     eager: Orthogonalizer
     if isinstance(scheme, Scheme):
-        steps, blocks = scheme.steps, blocks_for(stacked.size(1), stacked.size(2), scheme, form=settings.form, dtype=dtype)
+        steps, norm_floor = scheme.steps, scheme.norm_floor
+        blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=settings.form, dtype=dtype)
 
         def traceable(x: Tensor) -> Tensor:
             result = torch.empty_like(x)
-            iterate(x, steps, blocks, Scratch(Workspace(), x, dtype, result), FunctionalProducts())
+            iterate(x, steps, blocks, Scratch(Workspace(), x, dtype, result, norm_floor), FunctionalProducts())
             return result
 
         eager = traceable

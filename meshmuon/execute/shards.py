@@ -66,7 +66,7 @@ class MomentumViews:
         )
 
     def fill(self, step: RunningStep) -> KeptMomentum:
-        """M ← retain·M + G, and the views get G + momentum·M, or M without Nesterov; those of idle parameters stay as they are.
+        """M ← retain·M + gain·G, and the views get gain·G + momentum·M, or M without Nesterov; those of idle parameters stay.
 
         Returns the momentum of ``fallible`` parameters as it was, for ``restore``.
         """
@@ -80,9 +80,10 @@ class MomentumViews:
                 settings, gradients = first.settings, _gradients(shards, step)
                 if sent:
                     coefficient = settings.momentum if settings.nesterov else None
-                    step.elementwise.fill([shard.view for shard in shards], gradients, momenta, settings.retain, coefficient)
+                    views = [shard.view for shard in shards]
+                    step.elementwise.fill(views, gradients, momenta, settings.retain, coefficient, settings.gain)
                 else:
-                    step.elementwise.accumulate(momenta, gradients, settings.retain)
+                    step.elementwise.accumulate(momenta, gradients, settings.retain, settings.gain)
         return kept
 
 

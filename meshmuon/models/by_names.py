@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ def model_from_names(named_params: Iterable[tuple[str, Tensor]]) -> nn.Module:
             inner = module._modules.setdefault(part, nn.Module())
             assert inner is not None
             module = inner
-        module._parameters[last] = param
+        module._parameters[last] = cast(nn.Parameter, param)
     for place in places_of(model):
         if place.parts[-1] == "weight":
             _give_class(place)

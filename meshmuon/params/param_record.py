@@ -6,9 +6,9 @@ executor's ``StepParam``, QK-clip and the metrics all read it. ``meshmuon plan``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ class GroupRecipe(NamedTuple):
         if not group["use_muon"]:
             return cls(rounding=group["rounding"])
         scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
+        norm_floor = cast(Mapping[str, Any], group).get("norm_floor")  # of TorchMuon's groups
+        if norm_floor is not None and isinstance(scheme, Scheme):
+            scheme = replace(scheme, norm_floor=norm_floor)
         return cls(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"])
 
 

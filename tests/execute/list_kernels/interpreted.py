@@ -101,8 +101,9 @@ def test_momentum_and_look_ahead_have_the_bits_of_the_twin(
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     grads, momenta, views = lists.make(dtype), lists.make(torch.float32), lists.make(wire)
     expected, wide = [buffer.clone() for buffer in momenta], [torch.empty(view.shape) for view in views]
-    elementwise.fill_with_momentum(wide, grads, expected, retain, momentum)
-    ListKernels().fill(views, grads, momenta, retain, momentum)
+    gain = data.draw(st.sampled_from([1.0, 0.05]))  # where momentum is a mean, the gradient's factor
+    elementwise.fill_with_momentum(wide, grads, expected, retain, momentum, gain)
+    ListKernels().fill(views, grads, momenta, retain, momentum, gain)
     assert all_same(momenta, expected)
     assert all_same(views, [view.to(wire) for view in wide])
     lists.rest_is_untouched()
@@ -114,8 +115,9 @@ def test_momentum_alone(data: st.DataObject, dtype: torch.dtype, retain: float |
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     grads, momenta = lists.make(dtype), lists.make(torch.float32)
     expected = [buffer.clone() for buffer in momenta]
-    elementwise.accumulate(expected, grads, retain)
-    ListKernels().accumulate(momenta, grads, retain)
+    gain = data.draw(st.sampled_from([1.0, 0.05]))
+    elementwise.accumulate(expected, grads, retain, gain)
+    ListKernels().accumulate(momenta, grads, retain, gain)
     assert all_same(momenta, expected)
     lists.rest_is_untouched()
 

@@ -25,10 +25,10 @@ class TwinListKernels:
         self.only_compiles: Any = None
         self._compiled: set[tuple[str, str]] = set()
 
-    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor) -> None:
+    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
         def compute() -> None:
             buffers, sources = _host(momenta, grads)
-            elementwise.accumulate(buffers, sources, _value(retain))
+            elementwise.accumulate(buffers, sources, _value(retain), gain)
 
         self._launch([*momenta, *grads, retain], momenta, compute)
 
@@ -39,11 +39,12 @@ class TwinListKernels:
         momenta: Sequence[Tensor],
         retain: float | Tensor,
         momentum: float | None,
+        gain: float = 1.0,
     ) -> None:
         def compute() -> None:
             targets, sources, buffers = _host(views, grads, momenta)
             wide = [torch.empty(view.shape) for view in targets]
-            elementwise.fill_with_momentum(wide, sources, buffers, _value(retain), momentum)
+            elementwise.fill_with_momentum(wide, sources, buffers, _value(retain), momentum, gain)
             torch._foreach_copy_(targets, wide)
 
         self._launch([*grads, *momenta, retain], [*momenta, *views], compute)
