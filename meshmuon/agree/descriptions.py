@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..device import known_to_host
+from ..execute import RuleChain
 from ..layout import Layout
 from ..ortho import Orthogonalizer, Rational, Scheme, Step
 from ..params.checks import momentum_is_cycled
@@ -46,6 +47,8 @@ def recipe_text(record: ParamRecord) -> str:
 
 def _stable_text(value: object) -> str:
     """``repr(value)``, or the name of its class if the class defines no ``__repr__``: the default one shows an address."""
+    if isinstance(value, RuleChain):
+        return ", ".join(map(_stable_text, value.rules))
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}" if kind.__repr__ is object.__repr__ else repr(value)
 

@@ -60,8 +60,28 @@ class UpdateRule(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RuleChain:
+    """Several rules, each of which changes what the one before has left. At most one of them remembers."""
+
+    rules: tuple[UpdateRule, ...]
+
+    def remembers(self) -> bool:
+        return any(rule.remembers() for rule in self.rules)
+
+    def before(self, momentum: Tensor) -> None:
+        for rule in self.rules:
+            rule.before(momentum)
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        for rule in self.rules:
+            rule.after(update, memory if rule.remembers() else None)
+
+
 def may_fail(scheme: Scheme | Orthogonalizer | None, rule: UpdateRule | None) -> bool:
     """Whether a scheme or a rule is code of the user."""
+    if isinstance(rule, RuleChain):
+        return any(may_fail(scheme, member) for member in rule.rules)
     foreign = rule is not None and type(rule).__module__.partition(".")[0] != __name__.partition(".")[0]
     return foreign or not isinstance(scheme, Scheme)
 

@@ -50,7 +50,7 @@ from .checks import (
 )
 from .lr import AdjustLR, check_adjust_lr
 from .metrics_option import metrics_from
-from .rules import RuleLike, check_rule
+from .rules import RuleLike, chain_of, check_rule
 
 
 class Scope(Enum):
@@ -169,6 +169,10 @@ def matrices_as_dicts(matrices: Mapping[str, Mapping[str, Any]] | None) -> dict[
     }
 
 
+def _rule_as_tuple(rule: RuleLike) -> RuleLike:
+    return chain_of(rule) or rule
+
+
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 NonFinitePolicy: TypeAlias = Literal["propagate", "skip", "raise"]
 
@@ -230,9 +234,9 @@ _MODEL = (
 )
 
 _UPDATE = (
-    Option("rule", "plain", _MUON, of_value(check_rule), _PLAN, defines_matrices=True).with_help(
-        'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, or an '
-        "object with the methods of ``UpdateRule``; see docs/rules.md."
+    Option("rule", "plain", _MUON, of_value(check_rule), _PLAN, _rule_as_tuple, defines_matrices=True).with_help(
+        'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, an '
+        "object with the methods of ``UpdateRule``, or a list of these, applied in its order; see docs/rules.md."
     ),
     Option("cautious_weight_decay", False, _MUON, check_flag, _VALUE).with_help(
         "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md."

@@ -18,6 +18,7 @@ from ..params.dtensors import as_dtensor, layout_text
 from ..params.groups import matrix_options_of, rounds_stochastically
 from ..params.lr import AdjustLR, lr_factor, update_rms
 from ..params.option_table import ParamGroup
+from ..params.rules import chain_of
 from ..plan import table
 
 _ADAMW_RMS = 0.2  # typical RMS of an AdamW update at lr 1, which match_rms_adamw reproduces (arXiv:2502.16982)
@@ -104,7 +105,7 @@ def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0, *, f
     for (doubt, _), (name, *others) in doubts.items():
         warnings.append(f"{name}{f' (and {len(others)} more of its kind)' if others else ''} {doubt}")
     warnings += _unused_entries(shown_groups, param_groups) + _rounding_warnings(shown_groups)
-    return RoutingTable(tuple(rows), tuple(warnings), _notes(rows), full)
+    return RoutingTable(tuple(rows), tuple(warnings), (*_rule_notes(shown_groups, first), *_notes(rows)), full)
 
 
 def is_first_of_ranks(param_groups: Sequence[ParamGroup]) -> bool:
@@ -158,6 +159,16 @@ def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     dtypes = dict.fromkeys(given or default_compute_dtype(work_device(param), param.dtype) for param in param_group["params"])
     reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
     return [f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it." for reason in reasons if reason is not None]
+
+
+def _rule_notes(param_groups: Sequence[ParamGroup], first: int) -> list[str]:
+    """Which rules change the updates of each param group with several, in their order."""
+    notes = []
+    for index, group in enumerate(param_groups, first):
+        if group["use_muon"] and (chain := chain_of(group["rule"])):
+            names = ", ".join(rule if isinstance(rule, str) else type(rule).__name__ for rule in chain)
+            notes.append(f"group {index} has the rules {names}, in this order.")
+    return notes
 
 
 def _notes(rows: Sequence[RoutingRow]) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ class _Part:
         self.update_dtype = torch.float64 if "torch.float64" in str(planned.lane).rpartition(",")[2] else torch.float32
         self.scheme = _scheme(planned.how)
         self.staged = planned.staged
-        self.rule = next((count for name, count in _OF_RULES.items() if name in planned.how), 0)
+        self.rule = sum(count * planned.how.count(name) for name, count in _OF_RULES.items())
         self.remembers = "NorMuon(" in planned.how
         flipped = kind.flipped and self.rule > 0  # rules see outputs × inputs
         self.treatment = planned.how, planned.staged, self.update_dtype, self.compute_dtype, flipped
