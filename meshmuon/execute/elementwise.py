@@ -22,6 +22,8 @@ from ..device import copy_to
 from ..errors import KernelError
 from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
 
+Tensors: TypeAlias = "list[Tensor]"
+
 Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
 """For each tensor that is rounded stochastically, its counter and its elements, hashed."""
 
@@ -86,12 +88,7 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], 
 
 
 def fill_with_momentum(
-    views: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    retain: float | Tensor,
-    momentum: float | None,
-    gain: float = 1.0,
+    views: Tensors, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None, gain: float = 1.0
 ) -> None:
     """M ← retain·M + gain·G, and V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
     grads = _scaled(grads, gain)
@@ -237,13 +234,7 @@ class FusedElementwise(Elementwise):
             (self._kernels if fused else self._plain).accumulate(m, g, retain, gain)
 
     def fill(
-        self,
-        views: list[Tensor],
-        grads: list[Tensor],
-        momenta: list[Tensor],
-        retain: float | Tensor,
-        momentum: float | None,
-        gain: float = 1.0,
+        self, views: Tensors, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None, gain: float = 1.0
     ) -> None:
         for fused, (v, g, m) in _by_dtype(views, grads, momenta):
             if fused:

@@ -28,9 +28,7 @@ def model_from_names(named_params: Iterable[tuple[str, Tensor]]) -> nn.Module:
         *path, last = name.split(".")
         module = model
         for part in path:
-            inner = module._modules.setdefault(part, nn.Module())
-            assert inner is not None
-            module = inner
+            module = cast(nn.Module, module._modules.setdefault(part, nn.Module()))
         module._parameters[last] = cast(nn.Parameter, param)
     for place in places_of(model):
         if place.parts[-1] == "weight":

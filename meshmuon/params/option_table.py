@@ -169,10 +169,6 @@ def matrices_as_dicts(matrices: Mapping[str, Mapping[str, Any]] | None) -> dict[
     }
 
 
-def _rule_as_tuple(rule: RuleLike) -> RuleLike:
-    return chain_of(rule) or rule
-
-
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 NonFinitePolicy: TypeAlias = Literal["propagate", "skip", "raise"]
 
@@ -234,7 +230,9 @@ _MODEL = (
 )
 
 _UPDATE = (
-    Option("rule", "plain", _MUON, of_value(check_rule), _PLAN, _rule_as_tuple, defines_matrices=True).with_help(
+    Option(
+        "rule", "plain", _MUON, of_value(check_rule), _PLAN, lambda rule: chain_of(rule) or rule, defines_matrices=True
+    ).with_help(
         'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, an '
         "object with the methods of ``UpdateRule``, or a list of these, applied in its order; see docs/rules.md."
     ),

@@ -157,10 +157,9 @@ def _check_chain(rules: Sequence[Any]) -> None:
         check_rule(rule)
     if not rules:
         raise ConfigError('rule=[] names no rule: write rule="plain".')
-    keeping = [rule for rule in map(resolve_rule, rules) if rule is not None and rule.remembers()]
+    keeping = [type(rule).__name__ for rule in map(resolve_rule, rules) if rule is not None and rule.remembers()]
     if len(keeping) > 1:
-        names = " and ".join(type(rule).__name__ for rule in keeping)
-        raise ConfigError(f"rule={shown(rules)}: {names} keep numbers between steps, and a list has room for one such rule.")
+        raise ConfigError(f"rule={shown(rules)}: {' and '.join(keeping)} keep numbers between steps; a list has room for one.")
 
 
 def resolve_rule(rule: RuleLike) -> UpdateRule | None:

@@ -90,11 +90,13 @@ def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0, *, f
     """The routing table of the param groups from ``first`` on, out of all groups of an optimizer."""
     rows: list[RoutingRow] = []
     warnings: list[str] = []
+    notes: list[str] = []
     doubts: dict[tuple[str, str], list[str]] = {}  # a doubt and the kind of weight, and the names of all that are of this kind
     shown_groups = param_groups[first:]
     for index, param_group in enumerate(shown_groups, first):
         if param_group["use_muon"]:
             warnings += _lr_warnings(index, param_group) + _scheme_warnings(index, param_group)
+            notes += _rule_note(index, param_group)
         for name, param in zip(param_group["param_names"], param_group["params"], strict=True):
             matrix_sets = find_matrices(name, param.shape, matrix_options_of(param_group)) if param_group["use_muon"] else ()
             why = _reason_of(name, param_group)
@@ -105,7 +107,7 @@ def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0, *, f
     for (doubt, _), (name, *others) in doubts.items():
         warnings.append(f"{name}{f' (and {len(others)} more of its kind)' if others else ''} {doubt}")
     warnings += _unused_entries(shown_groups, param_groups) + _rounding_warnings(shown_groups)
-    return RoutingTable(tuple(rows), tuple(warnings), (*_rule_notes(shown_groups, first), *_notes(rows)), full)
+    return RoutingTable(tuple(rows), tuple(warnings), (*notes, *_notes(rows)), full)
 
 
 def is_first_of_ranks(param_groups: Sequence[ParamGroup]) -> bool:
@@ -161,14 +163,9 @@ def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     return [f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it." for reason in reasons if reason is not None]
 
 
-def _rule_notes(param_groups: Sequence[ParamGroup], first: int) -> list[str]:
-    """Which rules change the updates of each param group with several, in their order."""
-    notes = []
-    for index, group in enumerate(param_groups, first):
-        if group["use_muon"] and (chain := chain_of(group["rule"])):
-            names = ", ".join(rule if isinstance(rule, str) else type(rule).__name__ for rule in chain)
-            notes.append(f"group {index} has the rules {names}, in this order.")
-    return notes
+def _rule_note(index: int, param_group: ParamGroup) -> list[str]:
+    names = [rule if isinstance(rule, str) else type(rule).__name__ for rule in chain_of(param_group["rule"]) or ()]
+    return [f"group {index} has the rules {', '.join(names)}, in this order."] if names else []
 
 
 def _notes(rows: Sequence[RoutingRow]) -> tuple[str, ...]:

@@ -364,7 +364,7 @@ LAYOUTS: dict[str, tuple[Layouts, tuple[Param, ...], dict[str, Any]]] = {
     "plain tensors beside shards": (Layouts((3,)), (*model((S0,)), *model((), (), None)), {}),
 }
 EVERYTHING = {
-    "rule": ["muoneq", "normuon", "muon_plus"],
+    "rule": ["muoneq", "muon_plus", "normuon"],
     "maximize": True,
     "cautious_weight_decay": True,
     "nonfinite": "skip",

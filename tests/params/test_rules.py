@@ -17,7 +17,7 @@ from tests.support.reference import group, make_params, run
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 7), (7, 1)]
 LR, DECAY, MU = 0.01, 0.5, 0.9
-NANOCHAT = ["muoneq", "normuon", "muon_plus"]
+NANOCHAT = ["muoneq", "muon_plus", "normuon"]
 EXACT = polar_express(steps=12)  # the polar factor itself
 
 
@@ -294,7 +294,7 @@ def test_a_list_of_rules_is_applied_in_its_order() -> None:
     assert torch.equal(optimizer.state[together]["rule_memory"], torch.ones(6, 1, dtype=torch.float64))
     assert torch.equal(stepped(["normuon"], 3)[0], stepped("normuon", 3)[0])
     assert str(optimizer.routing_table()).endswith("note: group 0 has the rules Linear, Linear, in this order.")
-    assert "MuonEq(), NorMuon(beta2=0.95), MuonPlus()" in stepped(NANOCHAT)[1].plan().params[0].how
+    assert "MuonEq(), MuonPlus(), NorMuon(beta2=0.95)" in stepped(NANOCHAT)[1].plan().params[0].how
 
 
 def test_a_failing_rule_of_a_list_leaves_weights_and_memory() -> None:
@@ -340,7 +340,7 @@ def test_states_of_lists_and_older_ones_load() -> None:
         (["muoneq", "muon"], "rule='muon' is unknown"),
         (["muoneq", 3], "rule=3 must be one of"),
         (["muoneq", NorMuon], "must be one of"),
-        ([NorMuon(0.9), "muoneq", "normuon"], "NorMuon and NorMuon keep numbers between steps, and a list has room for one"),
+        ([NorMuon(0.9), "muoneq", "normuon"], "NorMuon and NorMuon keep numbers between steps; a list has room for one"),
         ({"muoneq"}, "must be one of"),
     ],
 )
