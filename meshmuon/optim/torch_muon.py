@@ -108,7 +108,8 @@ def _translated(group: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"ns_coefficients={shown(coefficients)} must be three numbers (a, b, c).")
         if (rule := group.get("adjust_lr_fn")) not in _LR_RULES:
             raise ConfigError(f"adjust_lr_fn={shown(rule)} is none of torch's: write one of {_LR_RULES}.")
-        check_range(eps := group.get("eps"), "eps", "TorchMuon", low=0.0)
+        eps: Any = group.get("eps")
+        check_range(eps, "eps", "TorchMuon", low=0.0)
         group |= {"adjust_lr_fn": rule or "original", "scheme": (tuple(coefficients),), "norm_floor": float(eps)}
     return group
 
