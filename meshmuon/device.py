@@ -139,7 +139,7 @@ class Streams:
         return None
 
     @contextmanager
-    def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
+    def on_side_stream(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
         """Runs the work inside on the side stream, after ``after``; the main stream may free ``uses`` meanwhile."""
         yield
 
@@ -161,7 +161,7 @@ class CudaStreams(Streams):
         return self._side.record_event()
 
     @contextmanager
-    def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
+    def on_side_stream(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
         self._side.wait_event(after)
         for tensor in uses:
             if tensor.device.type == "cuda":  # the host is done with its own memory when it frees it

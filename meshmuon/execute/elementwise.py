@@ -25,8 +25,8 @@ from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_n
 Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
 """For each tensor that is rounded stochastically, its counter and its elements, hashed."""
 
-Kept: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
-"""Momenta beside what they were before the step."""
+OldMomenta: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
+"""Momenta, and copies of what they were before the step."""
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
@@ -145,17 +145,17 @@ class Elementwise:
         cautious: bool = False,
         counters: Counters | None = None,
         scratch: RoundingScratch | None = None,
-        kept: Kept | None = None,
+        old_momenta: OldMomenta | None = None,
     ) -> None:
         """p ← p·decay − rate·update, as ``apply`` of this module.
 
-        With ``kept``, elements whose update is not finite keep weight and momentum.
+        With ``old_momenta``, elements whose update is not finite keep weight and momentum.
         """
-        finite = [torch.isfinite(update) for update in updates] if kept else []
-        before = [param.clone() for param in params] if kept else []
+        finite = [torch.isfinite(update) for update in updates] if old_momenta else []
+        before = [param.clone() for param in params] if old_momenta else []
         apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
-        if kept:
-            for now, old, stays in zip([*params, *kept[0]], [*before, *kept[1]], finite * 2, strict=True):
+        if old_momenta:
+            for now, old, stays in zip([*params, *old_momenta[0]], [*before, *old_momenta[1]], finite * 2, strict=True):
                 now.copy_(torch.where(stays, now, old))
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -247,15 +247,17 @@ class FusedElementwise(Elementwise):
         cautious: bool = False,
         counters: Counters | None = None,
         scratch: RoundingScratch | None = None,
-        kept: Kept | None = None,
+        old_momenta: OldMomenta | None = None,
     ) -> None:
-        ((fused, _), *others) = _by_dtype(params, updates, *(kept or ()))
-        assert kept or not others, "the parameters have one dtype, and so have the updates"
+        ((fused, _), *others) = _by_dtype(params, updates, *(old_momenta or ()))
+        assert old_momenta or not others, "the parameters have one dtype, and so have the updates"
         if not fused or others:
-            self._plain.apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch, kept=kept)
+            self._plain.apply(
+                params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch, old_momenta=old_momenta
+            )
             return
         hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
-        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, kept=kept)
+        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, old_momenta=old_momenta)
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         for fused, (t, s) in _by_dtype(targets, sources):

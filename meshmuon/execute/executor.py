@@ -16,9 +16,9 @@ from ..plan import Action, Plan, pipeline_order
 from ..transport import Exchange
 from .build import RankProgram, RankProgramBuilder
 from .elementwise import Elementwise, FusedElementwise
+from .local_batch import STAGED_IN_FLIGHT
 from .ortho_batch import joined_errors
 from .step_param import UNOBSERVED, CheckedUpdates, ExecutorSettings, Observer, RunningStep, StepParam
-from .wave import STAGED_IN_FLIGHT
 
 
 class StepExecutor(ABC):

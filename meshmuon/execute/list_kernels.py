@@ -466,14 +466,14 @@ class ListKernels:
         *,
         cautious: bool,
         counters: Sequence[tuple[Tensor, Tensor, Tensor]] | None,
-        kept: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        old_momenta: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     ) -> None:
         """p ← p·decay − rate·update, rounded once.
 
         Stochastically with ``counters``: of each tensor the hashed rows and columns of its elements, and its counter. With
-        ``kept``, momenta and what they were, elements whose update is not finite keep weight and momentum.
+        ``old_momenta``, momenta and what they were, elements whose update is not finite keep weight and momentum.
         """
-        operands: list[Sequence[Tensor]] = [params, updates, *(kept or ())]
+        operands: list[Sequence[Tensor]] = [params, updates, *(old_momenta or ())]
         if counters is not None:
             pairs = list(zip(counters, params, strict=True))
             operands += [[numbers[k].expand(param.shape) for numbers, param in pairs] for k in range(2)]
@@ -486,10 +486,10 @@ class ListKernels:
             rate_in_memory=isinstance(rate, Tensor),
             cautious=cautious,
             stochastic=counters is not None,
-            guarded=kept is not None,
+            guarded=old_momenta is not None,
             kind_0=_KINDS[params[0].dtype],
             kind_1=_KINDS[updates[0].dtype],
-            kind_2=0 if kept is None else _KINDS[kept[0][0].dtype],
+            kind_2=0 if old_momenta is None else _KINDS[old_momenta[0][0].dtype],
         )
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

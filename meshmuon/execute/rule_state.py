@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, PieceTransfer, Plan, WaveRoutes, rank_routes
-from .buffers import CopyPairs, PreparedExchange, RelayMemory
+from .buffers import RelayMemory
 from .program_builder import ProgramBuilder, gathers, rule_state_param, scatters
 from .shards import ShardView, grouped, load_rule_state, store_rule_state
 from .step_param import RunningStep, StepParam
+from .wave import CopyPairs, PreparedExchange
 
 
 @dataclass(frozen=True, slots=True)

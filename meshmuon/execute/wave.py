@@ -1,7 +1,7 @@
 """One wave on one rank: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates.
 
-A matrix that is whole on its rank needs no exchange: ``LocalBatch``. A wave is a generator that yields twice, after each of its
-two exchanges has started, so that other waves can work meanwhile.
+``Wave.run`` is the whole way in reading order. It is a generator that yields twice, after each of its two exchanges has started,
+so that other waves can work meanwhile. A matrix that is whole on its rank needs no exchange: ``local_batch.py``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..errors import OrthogonalizeError
-from .buffers import CopyPairs, PreparedExchange, Stage
-from .ortho_batch import OrthoBatch, orthogonalize_error
-from .shards import NONE_FAILED, MomentumViews, ShardView, UpdateViews, load_rule_state, restore, store_rule_state
-from .step_param import MatrixKey, RunningStep
+from torch import Tensor
 
-STAGED_IN_FLIGHT = 2
-"""How many staged batches are under way: one is orthogonalised while the host works on the one before and on the next."""
+from ..errors import OrthogonalizeError
+from ..transport import Pending
+from .buffers import Stage
+from .ortho_batch import OrthoBatch, orthogonalize_error
+from .shards import NONE_FAILED, MomentumViews, UpdateViews, restore
+from .step_param import MatrixKey, RunningStep
 
 
 class RankWave(Protocol):
@@ -50,9 +50,10 @@ class Wave:
             yield from (None, None)
             return
         observer, streams = step.observer, step.streams
-        with streams.beside(step.ready, step.freed_gradients(self.frees)), observer.phase("momentum"):
-            before = self.update_views.keep_momentum(step)
-            kept = self.momentum_views.fill(step)
+        # The side stream does elementwise work and exchanges, the main stream orthogonalises. On a CPU all work runs in order.
+        with streams.on_side_stream(step.ready, step.freed_gradients(self.frees)), observer.phase("momentum"):
+            old_momenta = self.update_views.copy_momenta(step)
+            fallible_momenta = self.momentum_views.fill(step)
             self.rounding.run(step)
             if self.stage is not None and not step.only_compiles:
                 self.stage.to_device()
@@ -66,15 +67,15 @@ class Wave:
             batch.run(step)
         scatter = self.scatter.start(step, "scatter")
         yield
-        with streams.beside(step.ready):  # what the side stream has already seen: ``scatter.wait`` adds the rest
+        with streams.on_side_stream(step.ready):  # which it has already seen: ``scatter.wait`` adds the rest
             with observer.phase("scatter", waits=True):
                 scatter.wait()  # here the side stream waits for the main one
                 if self.stage is not None and not step.only_compiles:
                     self.stage.to_host()
                 failed = self._failed_anywhere(step) if self.fallible else NONE_FAILED
             with observer.phase("update"):
-                restore(kept, failed)
-                self.update_views.apply(step, failed, before)
+                restore(fallible_momenta, failed)
+                self.update_views.apply(step, failed, old_momenta)
 
     def _failed_anywhere(self, step: RunningStep) -> frozenset[MatrixKey]:
         """The matrices of the wave that have failed at their owners. All ranks keep the same error of them.
@@ -119,68 +120,65 @@ class OwnedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalBatch:
-    """Matrices beside their weights: momentum, orthogonalise, update."""
+class CopyPairs:
+    """Two lists of views with equal shapes; each source is copied to its target."""
 
-    ortho_batch: OrthoBatch  # where they are orthogonalised
-    momentum_views: MomentumViews  # their place in the parameters, and their views of ``ortho_batch``
-    update_views: UpdateViews  # the same
-    rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
-    frees: Sequence[int]  # the parameters whose gradients it is the last to read
+    target: list[Tensor]
+    source: list[Tensor]
 
     def run(self, step: RunningStep) -> None:
-        if self.ortho_batch.is_idle(step.idle):
-            return
-        with step.observer.phase("momentum"):
-            before = self.update_views.keep_momentum(step)
-            kept = self.momentum_views.fill(step)
-            load_rule_state(self.rule_state, step)
-        step.free_gradients(self.frees)
-        if not self.ortho_batch.orthogonalise(step):
-            restore(kept)
-            return
-        with step.observer.phase("update"):
-            self.update_views.apply(step, kept=before)
-            store_rule_state(self.rule_state, step)
+        if self.target:
+            step.elementwise.copy(self.target, self.source)
+
+
+NO_COPIES = CopyPairs([], [])
 
 
 @dataclass(frozen=True, slots=True)
-class StagedBatch:
-    """Matrices whose weights are in host memory: a ``LocalBatch`` with a way to the device and back."""
+class Hop:
+    """One exchange of the process group: flat views of two buffers, and elements per rank of the group.
 
-    batch: LocalBatch  # whose views are of the host memory of ``stage``
-    stage: Stage  # between that memory and the ``ortho_batch``
+    A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0, 12, 0].
+    """
 
-    def run(self, step: RunningStep) -> Iterator[None]:
-        """Yields when its matrices are on their way to the device, and when the device has been given them to orthogonalise.
+    received: Tensor
+    received_splits: list[int]
+    sent: Tensor
+    sent_splits: list[int]
+    before: CopyPairs = NO_COPIES  # fill ``sent``, where that is not done by others
 
-        Other batches can be copied meanwhile.
-        """
-        batch, streams = self.batch, step.streams
-        if batch.ortho_batch.is_idle(step.idle):
-            yield from (None, None)
-            return
-        with streams.beside(step.ready), step.observer.phase("momentum"):
-            before = batch.update_views.keep_momentum(step)
-            kept = batch.momentum_views.fill(step)
-            load_rule_state(batch.rule_state, step)
-            if not step.only_compiles:
-                self.stage.to_device()
-            loaded = streams.side_mark()
-        step.free_gradients(batch.frees)
-        yield
-        streams.main_waits(loaded)
-        succeeded = batch.ortho_batch.orthogonalise(step)
-        computed = streams.main_mark()
-        yield
-        if not succeeded:
-            restore(kept)
-            return
-        with (
-            streams.beside(computed),
-            step.observer.phase("update"),
-        ):  # not behind the next batch, if the main stream has it by now
-            if not step.only_compiles:
-                self.stage.to_host()
-            batch.update_views.apply(step, kept=before)
-            store_rule_state(batch.rule_state, step)
+    def start(self, step: RunningStep, phase: str) -> Pending:
+        assert step.exchange is not None
+        self.before.run(step)
+        step.observer.sends(self.sent)
+        return step.exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedExchange:
+    """An exchange with its buffers: one hop or, through relays, three: collect, forward, distribute."""
+
+    hops: tuple[Hop, ...]
+    after: CopyPairs = NO_COPIES  # from what the hops have received to where it is needed
+
+    def start(self, step: RunningStep, phase: str) -> StartedExchange:
+        """Starts the first hop; ``phase`` names the exchange in errors. The step's observer sees all that is sent."""
+        return StartedExchange(self, step, phase, self.hops[0].start(step, phase))
+
+
+@dataclass(frozen=True, slots=True)
+class StartedExchange:
+    """An exchange that has started. All ranks wait for those that go through relays in the same order."""
+
+    exchange: PreparedExchange
+    step: RunningStep
+    phase: str
+    first: Pending
+
+    def wait(self) -> None:
+        """Work that is issued after this call sees the received elements. Runs the other hops."""
+        self.first.wait()
+        for hop in self.exchange.hops[1:]:
+            later = hop.start(self.step, self.phase)
+            later.wait()
+        self.exchange.after.run(self.step)
