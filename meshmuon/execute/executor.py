@@ -18,11 +18,12 @@ from .build import RankProgram, RankProgramBuilder
 from .elementwise import Elementwise, FusedElementwise
 from .local_batch import STAGED_IN_FLIGHT
 from .ortho_batch import joined_errors
-from .step_param import UNOBSERVED, CheckedUpdates, ExecutorSettings, Observer, RunningStep, StepParam
+from .settings import ExecutorSettings
+from .step_param import UNOBSERVED, CheckedUpdates, Observer, RunningStep, StepParam
 
 
 class StepExecutor(ABC):
-    """What runs the Muon part of an optimizer's step. The optimizer calls it, on every rank that takes part in the step:
+    """Runs what Muon does in an optimizer's step. The optimizer calls it, on every rank that takes part in the step:
 
     1. ``prepare``: once per plan, after all ranks have agreed on the plan and before any piece travels. It makes buffers and
        views. When it returns, ``plan`` is the plan. If a rank cannot make something that belongs to the plan, the optimizer calls
@@ -179,9 +180,11 @@ def run_pipeline(
     *,
     gathered_ahead: int | None = None,
 ) -> None:
-    """Runs all waves, ``local`` and ``during_last_scatter`` in the order of ``pipeline_order``.
+    """Runs all waves, ``local`` and ``during_last_scatter`` in the order of ``pipeline_order`` (``plan/schedule.py``).
 
-    The waves are generators that yield twice: after sending their pieces, and after sending their results.
+    The waves are generators that yield twice: after sending their pieces, and after sending their results. Four waves, three in
+    flight: gather 0, gather 1, local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last
+    scatter, finish 1 to 3.
     """
     for action, wave in pipeline_order(len(waves), in_flight, gathered_ahead=gathered_ahead):
         if action is Action.LOCAL:
@@ -233,11 +236,11 @@ def guarded(action: Callable[[], None], failures: list[Exception]) -> None:
 def take_first(failures: list[Exception]) -> Exception | None:
     """The first failure of a step, if there is one, and before others one that only this rank knows; clears the list.
 
-    If matrices have failed, it names all of them that failed alike: known to all ranks, or to this one only.
+    If matrices have failed, it names all that failed in the same way: known to all ranks, or to this one only.
     """
     known = [isinstance(failure, OrthogonalizeError) and failure.known_to_all for failure in failures]
-    alike = [failure for failure, by_all in zip(failures, known, strict=True) if by_all == all(known)]
+    same_kind = [failure for failure, by_all in zip(failures, known, strict=True) if by_all == all(known)]
     failures.clear()
-    if alike and isinstance(alike[0], OrthogonalizeError):
-        return joined_errors([failure for failure in alike if isinstance(failure, OrthogonalizeError)])
-    return alike[0] if alike else None
+    if same_kind and isinstance(same_kind[0], OrthogonalizeError):
+        return joined_errors([failure for failure in same_kind if isinstance(failure, OrthogonalizeError)])
+    return same_kind[0] if same_kind else None

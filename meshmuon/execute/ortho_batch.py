@@ -29,7 +29,8 @@ from ..ortho import (
 )
 from ..ortho.kernels.products import BlockedProducts, FunctionalProducts
 from ..torch_compat import own_graph_per_shape
-from .step_param import UNOBSERVED, ExecutorSettings, MatrixKey, Observer, RunningStep, StepParam
+from .settings import ExecutorSettings
+from .step_param import UNOBSERVED, MatrixKey, Observer, RunningStep, StepParam
 
 ShowGram: TypeAlias = Callable[[Tensor], None]
 

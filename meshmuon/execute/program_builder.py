@@ -28,8 +28,9 @@ from ..torch_compat import local_part
 from ..transport import Exchange
 from .buffers import RelayMemory, Staging
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
+from .settings import ExecutorSettings
 from .shards import ShardView
-from .step_param import ExecutorSettings, MatrixKey, StepParam
+from .step_param import MatrixKey, StepParam
 from .views import LocalWindow
 from .wave import CopyPairs, Hop, PreparedExchange
 
