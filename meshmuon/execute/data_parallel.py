@@ -28,7 +28,7 @@ from .wave import CopyPairs, PreparedExchange
 class _AveragedBatch:
     """A batch of matrices that this rank owns."""
 
-    batch: LocalBatch  # what is done to them once their gradients are averaged
+    batch: LocalBatch  # their step, once the gradients are averaged
     shards: list[ShardView]  # their place in the parameters
     averages: list[Tensor]  # of each shard, where its averaged gradient is
     others: list[list[Tensor] | None]  # of each rank, where its gradients arrive and its new weights leave; None is this rank

@@ -5,7 +5,7 @@
 The same element may be the 10th of a rank's shard and the 1000th of the whole tensor, and must get the same bits. torch's CPU
 kernels process most elements of a tensor in vectors and the last few one by one. Operations that round once (a product, a sum)
 give one result either way. ``a + alpha·b`` rounds once or twice, depending on whether the compiler fused the two. It is used
-where a trial shows that all elements are rounded alike; elsewhere it is two operations.
+where a trial shows that all elements are rounded in the same way; elsewhere it is two operations.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
 
 @lru_cache
-def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
-    """Whether ``total.add_(addend, alpha=…)`` on this CPU rounds every element alike, in tensors of any length and stride.
+def adds_uniformly(total: torch.dtype, addend: torch.dtype) -> bool:
+    """Whether ``total.add_(addend, alpha=…)`` on this CPU rounds every element in the same way, at any length and stride.
 
     In 16 bits it usually does not: the last elements are rounded once more than the others. Elements with gaps between them, as
     the parts of an interleaved weight have, are processed one by one too.
@@ -50,10 +50,10 @@ def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
     return torch.equal(with_gaps, whole) and all(torch.equal(in_pieces(size), whole) for size in _TRIAL_SIZES)
 
 
-def _all_add_alike(totals: list[Tensor], addends: list[Tensor]) -> bool:
+def _all_add_uniformly(totals: list[Tensor], addends: list[Tensor]) -> bool:
     if totals[0].device.type != "cpu":
         return True
-    return all(adds_alike(*dtypes) for dtypes in {(a.dtype, b.dtype) for a, b in zip(totals, addends, strict=True)})
+    return all(adds_uniformly(*dtypes) for dtypes in {(a.dtype, b.dtype) for a, b in zip(totals, addends, strict=True)})
 
 
 def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
@@ -68,12 +68,12 @@ def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tenso
 
 def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], momentum: float) -> None:
     """V ← G + momentum·M."""
-    if _all_add_alike(views, momenta):
+    if _all_add_uniformly(views, momenta):
         torch._foreach_copy_(views, grads)
         torch._foreach_add_(views, momenta, alpha=momentum)
         return
     for view, grad, buffer in zip(views, grads, momenta, strict=True):  # dtypes may differ, and decide tensor by tensor
-        if adds_alike(view.dtype, buffer.dtype):
+        if adds_uniformly(view.dtype, buffer.dtype):
             view.copy_(grad).add_(buffer, alpha=momentum)
         else:
             view.copy_(buffer).mul_(momentum).add_(grad)
@@ -118,7 +118,7 @@ def apply(
             param.copy_(torch.where(same_way, decayed, param, out=decayed))
     elif isinstance(decay, Tensor) or decay != 1.0:
         torch._foreach_mul_(params, decay)
-    if not isinstance(rate, Tensor) and _all_add_alike(params, updates):
+    if not isinstance(rate, Tensor) and _all_add_uniformly(params, updates):
         torch._foreach_add_(params, updates, alpha=-rate)
     else:
         torch._foreach_mul_(updates, rate)

@@ -46,7 +46,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 
 def _jit(function: Callable[..., Any]) -> Any:
     # triton.jit carries no types; this one place says so to the type checker. Lists grow and shrink with the parameters that have
-    # gradients: a length of 1 or a multiple of 16 would be compiled anew in the middle of a step.
+    # gradients: a length of 1 or a multiple of 16 would recompile them in the middle of a step.
     return triton.jit(function, do_not_specialize=("tensors",))
 
 
@@ -372,7 +372,7 @@ class ListTable:
 def _rows(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Rows of the table for one tensor of each operand: sizes, then address and strides per operand.
 
-    Neighbouring dims that all operands walk through alike are joined. A tensor of too many dims takes several rows.
+    Neighbouring dims are joined if the strides of all operands allow it. A tensor of too many dims takes several rows.
     """
     shape = tensors[0].shape
     if not tensors[0].numel():
@@ -510,4 +510,4 @@ class ListKernels:
 
 
 def _as_arguments(*scalars: float | Tensor) -> list[float | Tensor]:
-    return [scalar if isinstance(scalar, Tensor) else float(scalar) for scalar in scalars]  # an int would be compiled anew
+    return [scalar if isinstance(scalar, Tensor) else float(scalar) for scalar in scalars]  # an int would recompile the kernel

@@ -279,7 +279,7 @@ def rule_state_param(planned: PlannedParam, step_param: StepParam) -> PlannedPar
 
 
 def _wave_params(plan: Plan) -> list[frozenset[int]]:
-    """Wave by wave, the parameters whose matrices travel in it, between whichever ranks."""
+    """The parts whose matrices travel in each wave, between any ranks."""
     params: list[set[int]] = [set() for _ in plan.wave_lanes]
     for task in plan.tasks:
         if task.wave != NO_WAVE:

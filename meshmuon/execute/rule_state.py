@@ -26,7 +26,7 @@ from .wave import CopyPairs, PreparedExchange
 class RuleStateExchange:
     """The rule state of one device and dtype, on one rank."""
 
-    params: frozenset[int]  # the parameters whose numbers travel, between whichever ranks
+    params: frozenset[int]  # the parts whose rule state travels, between any ranks
     sent_shards: list[ShardView]  # this rank's stored numbers, with views of the buffer from which they go to the owners
     gather: PreparedExchange  # the exchange that brings them to the owners
     unpack: CopyPairs  # from the received buffer to the batches of owned matrices
@@ -106,7 +106,7 @@ def _exchange(
         return RelayMemory(builder.workspace, name, name)
 
     def placed(transfers: Sequence[PieceTransfer]) -> tuple[Tensor, list[tuple[PieceTransfer, Tensor]]]:
-        """A buffer that holds exactly these transfers, and the part of each."""
+        """A buffer for exactly these transfers, and the view of each."""
         sizes = [transfer.piece.size for transfer in transfers]
         buffer = torch.zeros(sum(sizes), dtype=template.update_dtype, device=template.work_device)
         return buffer, list(zip(transfers, torch.split(buffer, sizes), strict=True))

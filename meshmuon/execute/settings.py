@@ -36,10 +36,10 @@ class ExecutorSettings:
         if self.form not in FORMS:
             raise ConfigError(f"form={self.form!r} is unknown; write one of {FORMS}.")
         if self.compile and self.cuda_graphs:
-            raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records graphs of its own.")
+            raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records its own graphs.")
         check_kernels(self.kernels)
         if self.compile and self.kernels in ("triton", "quack"):
-            raise ConfigError(f"compile and kernels={self.kernels!r} exclude each other: torch.compile makes kernels of its own.")
+            raise ConfigError(f"compile and kernels={self.kernels!r} exclude each other: torch.compile has its own kernels.")
 
     def __setstate__(self, state: Sequence[object]) -> None:
         """Settings that were pickled before an option existed get its default."""

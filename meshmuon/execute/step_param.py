@@ -1,4 +1,4 @@
-"""What runs in a step works on these: ``RunningStep`` and, for each part of the plan, a ``StepParam``."""
+"""The data of a running step: ``RunningStep`` and, for each part of the plan, a ``StepParam``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .views import Cut
 
 
 class UpdateRule(Protocol):
-    """What is done to matrices before and after orthogonalising them. Users may write their own.
+    """Changes matrices before and after they are orthogonalised. Users may write their own.
 
     A rule is an option of a param group, the same on every rank. Who calls it:
 
@@ -35,8 +35,8 @@ class UpdateRule(Protocol):
 
     ``before`` and ``after`` are called only where the matrices are whole: at their owner or, for a matrix that is not exchanged,
     on every rank that holds it. They change their arguments in place, must treat each matrix independently of the others in the
-    batch, and must not communicate. Batches are (batch, outputs, inputs). How many matrices a batch has, and which, may change
-    from run to run; with ``deterministic=True`` it has one.
+    batch, and must not communicate. Batches are (batch, outputs, inputs). The matrices of a batch, and their number,
+    may change from run to run; with ``deterministic=True`` it has one.
 
     Rules are compared and hashed to decide which parameters may share a batch; equal rules must do the same. Ranks compare the
     ``repr`` of their rules, which must therefore be the same on every rank and must not contain an address.
@@ -93,7 +93,7 @@ class StepParam:
     work_device: torch.device = HOST  # where its matrices travel and are orthogonalised: that of ``device.work_device``
     group_index: int = 0  # index of its param group; parameters of one param group share ``settings``
     zeros: Tensor | None = None  # stands in for a gradient that only other ranks have
-    rule: UpdateRule | None = None  # what is done before and after orthogonalising
+    rule: UpdateRule | None = None  # applied before and after orthogonalising
     rule_state: Tensor | None = None  # the numbers that the rule keeps per output, laid out like the parameter; None without any
     counter: Tensor | None = None  # key and count of the random bits of stochastic rounding; None for rounding to nearest
     elements: Elements | None = None  # the elements of the whole parameter that this rank holds, hashed; None without a counter
@@ -153,7 +153,7 @@ CheckedUpdates: TypeAlias = "tuple[Sequence[str], Tensor]"
 
 
 class Observer:
-    """Sees a step while an executor runs it. This one measures nothing; it names the phases for the profiler.
+    """Watches a step while an executor runs it. This one measures nothing; it names the phases for the profiler.
 
     An executor calls it on every rank, and on the main stream except for ``phase``, which is entered on the stream whose work it
     surrounds. For each batch of whole matrices the order is ``momentum``, ``gram``, ``orthogonalised``, ``update``. The tensors
@@ -192,7 +192,7 @@ UNOBSERVED = Observer()
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """What everything that runs in one step on one rank works on."""
+    """One step on one rank, as waves, batches and copies see it."""
 
     params: Sequence[StepParam]  # one per part of the plan, in the order of ``Plan.params``: a ``part_index`` counts these
     idle: AbstractSet[int] = frozenset()  # have no gradient on any rank: none is written, and what travels of them is arbitrary

@@ -32,7 +32,7 @@ class RankWave(Protocol):
 class Wave:
     """The ``RankWave`` of sharded matrices."""
 
-    params: frozenset[int]  # whose matrices travel in it, between whichever ranks
+    params: frozenset[int]  # the parts whose matrices travel in it, between any ranks
     momentum_views: MomentumViews  # where what this rank sends is written, before it is rounded for the wire
     rounding: CopyPairs  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
     gather: PreparedExchange  # the exchange of pieces, to their owners

@@ -159,7 +159,7 @@ def _stage(number: int, stage: SimulatedStage) -> Figures:
 
 def _step(simulation: Simulation) -> Figures:
     """Seconds of an optimizer step, on its slowest rank. The parts from "orthogonalise" to "host" add up to "seconds"."""
-    timeline, parts = simulation.slowest.timeline, defaultdict(float, simulation.slowest.timeline.parts)
+    timeline, parts = simulation.slowest.timeline, defaultdict(float, simulation.slowest.timeline.seconds_by_kind)
     tokens = simulation.workload.tokens_per_step
     return Figures(
         rank=timeline.slowest,

@@ -34,7 +34,7 @@ slow = settings(max_examples=10, deadline=None)
 @pytest.fixture(autouse=True)
 def products_and_sums_round_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the kernels; on most CPUs torch's ``add`` with ``alpha`` rounds once."""
-    monkeypatch.setattr(elementwise, "adds_alike", lambda *dtypes: False)
+    monkeypatch.setattr(elementwise, "adds_uniformly", lambda *dtypes: False)
 
 
 class Lists:
