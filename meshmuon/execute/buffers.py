@@ -90,11 +90,11 @@ class Stage:
     transfers: Transfers
 
     def to_device(self) -> None:
-        """What the device is given next finds what the host has written."""
+        """Later work of the device sees what the host has written."""
         self.transfers.load(self.device, self.host)
 
     def to_host(self) -> None:
-        """Returns once the host may read what the device has been given to compute so far, and may write for the next copy."""
+        """Waits until the host may read all results of the device so far, and may write for the next copy."""
         self.transfers.store(self.host, self.device)
         self.transfers.settle()
 
@@ -137,7 +137,7 @@ class RelayMemory:
         return self.workspace.take(f"relay {hop} {name} {where}", (size,), dtype, device)
 
     def reserve(self, hops: Hops, position: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Takes the buffers of an exchange on the rank at ``position`` of the plan's, so that others may be smaller."""
+        """Allocates the buffers of an exchange for the rank at ``position`` in the plan; later ones may be smaller."""
         for number, hop in enumerate(hops):
             for name, sizes in (("sent", hop.sent), ("received", hop.received)):
                 self.take(number, name, sizes[position] // dtype.itemsize, dtype, device)

@@ -27,11 +27,11 @@ _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 class RankProgram:
     """What one rank does in a step."""
 
-    waves: tuple[RankWave, ...] = ()  # what is exchanged, wave by wave
+    waves: tuple[RankWave, ...] = ()  # matrices that are exchanged
     in_flight: int = 1  # most waves between their first and their last exchange
     gathered_ahead: int | None = None  # as in ``pipeline_order``
-    local: tuple[LocalBatch, ...] = ()  # what needs no exchange
-    staged: tuple[StagedBatch, ...] = ()  # what needs none, and whose weights are in host memory
+    local: tuple[LocalBatch, ...] = ()  # matrices that need no exchange
+    staged: tuple[StagedBatch, ...] = ()  # the same for weights in host memory
     rule_states: tuple[RuleStateExchange, ...] = ()  # the rule state of the matrices that are exchanged, one per device and dtype
     freed_at_end: Sequence[int] = ()  # the parameters whose gradients no wave and no batch frees
     stagings: tuple[Staging, ...] = ()  # host memory between weights that are there and their devices
@@ -75,7 +75,7 @@ class RankProgramBuilder(ProgramBuilder):
     def _local_ranges(self) -> tuple[list[MatrixRange], list[MatrixRange]]:
         """Matrices that need no exchange; those that are next to each other in a local tensor are one range.
 
-        First those that are worked on where they are, then those whose weights are in host memory and which go to a device.
+        First those that are computed where they are, then those that are staged: in host memory, and computed on a device.
         """
         both: tuple[list[MatrixRange], list[MatrixRange]] = [], []
         for index, task in enumerate(self.plan.tasks):
@@ -109,7 +109,7 @@ class RankProgramBuilder(ProgramBuilder):
         return StagedBatch(self._local_batch(batch, ortho_batch, frees, in_host, number % STAGED_IN_FLIGHT), stage)
 
     def _local_stage(self, batch: MatrixBatch, number: int) -> tuple[Stage, Tensor]:
-        """What copies a batch of weights in host memory to its device and back, and the batch in host memory."""
+        """The stage of a batch of weights in host memory, and the batch in host memory."""
         memory, template = replace(self.memory, name=_STAGED[number % STAGED_IN_FLIGHT]), self.template(batch)
         size, flat = batch_size(batch), memory.flat(batch_size(batch), template)
         return self.staging(flat.device).matrices(memory.name, (size, template.matrix_set.rows, template.matrix_set.cols), flat)
@@ -151,7 +151,7 @@ class RankProgramBuilder(ProgramBuilder):
             self._reserve_relays(self.plan.hops, [f"slot {wave % slots}" for wave in range(len(sizes))])
 
     def _reserve_relays(self, hops: Sequence[WaveHops], places: Sequence[str]) -> None:
-        """Takes the largest buffers between the hops of relayed exchanges, as the plan counts them; each wave has its place."""
+        """Allocates the buffers between the hops of relayed exchanges at their largest size; ``places`` has that of each wave."""
         for wave, (exchanges, place) in enumerate(zip(hops, places, strict=True)):
             for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
                 memory = RelayMemory(self.workspace, place, direction)
@@ -165,7 +165,7 @@ class RankProgramBuilder(ProgramBuilder):
         return self.workspace.take(f"{name} {slot}", (size,), *self._wire(wave))
 
     def _stage(self, wave: int, slot: int, size: int) -> Stage | None:
-        """What copies shards to the buffer that is sent, and back, if they are in host memory and the buffer is on a device."""
+        """The stage of shards in host memory whose exchange buffer is on a device; None for all others."""
         if not self.lane_template(wave).staged:
             return None
         shards = self._buffer("shards", wave, slot, size)

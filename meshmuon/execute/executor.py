@@ -1,4 +1,4 @@
-"""Runs a plan: keeps buffers and views from step to step, and rebuilds them when the plan changes."""
+"""Runs a plan. Buffers and views are kept from step to step, and rebuilt when the plan changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepExecutor(ABC):
        ``discard`` on all ranks, and none of them runs.
     2. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same step, because
        they exchange with each other in it. ``step_params`` is in the order of ``plan.params`` at every call; the tensors and
-       numbers in it may be other ones, their shapes, dtypes, devices, schemes and rules are those that were prepared. ``idle``
+       numbers in it may change, their shapes, dtypes, devices, schemes and rules may not. ``idle``
        parameters have no gradient on any rank and are not stepped; except for private ones, they are the same on all ranks.
     3. ``during_last_scatter``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last
        results are waited for. The optimizer steps AdamW's parameters there; if that communicates, then on all ranks.
@@ -42,12 +42,12 @@ class StepExecutor(ABC):
         self.settings = settings  # the optimizer replaces them, on all ranks, if a kernel does not run on one of them
         self.plan: Plan | None = None
         self.failed_for_all = False  # whether matrices failed in the last ``run``, and all ranks know it; the same on all ranks
-        self.elementwise = Elementwise()  # who works on elements, once a plan is prepared
+        self.elementwise = Elementwise()  # does the elementwise work; chosen when a plan is prepared
         self.checked: Sequence[CheckedUpdates] = ()  # by the last ``run``, on this rank; none unless updates are guarded
 
     @abstractmethod
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Makes ready for a plan.
+        """Prepares a plan: buffers and views.
 
         Args:
             plan: the same on all of its ranks, except for parameters that are private to a rank.
@@ -57,7 +57,7 @@ class StepExecutor(ABC):
         """
 
     def discard(self) -> None:
-        """Gives up what was prepared, if anything: ``plan`` is None, and no buffer is held."""
+        """Discards what was prepared, if anything: ``plan`` is None, and no buffer is held."""
         self.plan = None
 
     @abstractmethod
@@ -138,7 +138,7 @@ class Executor(StepExecutor):
         rule_states = [rule_state.run(step) for rule_state in program.rule_states if not rule_state.params <= idle]
         unfinished: list[Iterator[None]] = []  # staged batches whose updates the host applies while the last results travel
 
-        def local() -> None:
+        def run_local_batches() -> None:
             advance(rule_states)
             for batch in program.local:
                 batch.run(step)
@@ -150,7 +150,7 @@ class Executor(StepExecutor):
             finish_all(unfinished)
 
         advance(rule_states)
-        run_pipeline(waves, program.in_flight, local, before_last_results, gathered_ahead=program.gathered_ahead)
+        run_pipeline(waves, program.in_flight, run_local_batches, before_last_results, gathered_ahead=program.gathered_ahead)
         finish_all(rule_states)
         streams.main_waits(streams.side_mark())
         step.free_gradients(program.freed_at_end)  # the main stream may now reuse what the side stream has read
@@ -198,7 +198,7 @@ def run_pipeline(
 
 
 def run_ahead(waves: Sequence[Iterator[None]], in_flight: int) -> list[Iterator[None]]:
-    """Runs waves in the same order up to where ``during_last_scatter`` would come. Returns those that are left to be finished."""
+    """Runs waves in the same order up to ``during_last_scatter``. Returns the unfinished ones."""
     left = dict(enumerate(waves))
     for action, wave in pipeline_order(len(waves), in_flight):
         if action is Action.DURING_LAST_SCATTER:

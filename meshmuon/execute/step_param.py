@@ -171,7 +171,7 @@ class Observer:
         """Gradients that were averaged at their owner; only where ranks have different gradients of the same weights."""
 
     def momentum(self, matrices: Sequence[MatrixKey], stacked: Tensor, *, gram_follows: bool) -> None:
-        """What is about to be orthogonalised, (batch, rows, cols), before any update rule."""
+        """The momentum to orthogonalise, (batch, rows, cols), before any update rule."""
 
     def gram(self, matrices: Sequence[MatrixKey], gram: Tensor) -> None:
         """A·Aᵀ of each of these matrices A, divided by its trace, in at least 32 bits; only if ``momentum`` has announced it.
@@ -183,7 +183,7 @@ class Observer:
         """The same after orthogonalisation, before the update rule changes it."""
 
     def update(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
-        """What will be multiplied by the learning rate and subtracted from the weights."""
+        """The update, which is multiplied by the learning rate and subtracted from the weights."""
 
 
 UNOBSERVED = Observer()
@@ -201,7 +201,7 @@ class RunningStep:
     elementwise: Elementwise = field(default_factory=Elementwise)
     streams: Streams = field(default_factory=Streams)  # of ``device.py``: a main and a side stream on a GPU
     ready: Mark = None  # where the main stream has all gradients
-    failures: list[Exception] = field(default_factory=list)  # what has gone wrong so far on this rank, for the end of the step
+    failures: list[Exception] = field(default_factory=list)  # errors so far on this rank, for the end of the step
     only_compiles: bool = False  # nothing is exchanged, orthogonalised, written or freed
     checked: list[CheckedUpdates] = field(default_factory=list)  # if updates are guarded, what this rank has orthogonalised
 

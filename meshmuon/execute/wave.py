@@ -39,11 +39,11 @@ class Wave:
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
     scatter: PreparedExchange  # the exchange of updates, back to the holders of the pieces
     update_views: UpdateViews  # where each piece of the update is in the buffer that is received
-    frees: Sequence[int]  # the parameters whose gradients it is the last to read
+    frees: Sequence[int]  # the parts whose gradients it is the last to read
     fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
     repeated: frozenset[MatrixKey]  # matrices of the plan that several ranks compute, for different holders
-    shared: Sequence[int]  # the parameters that all ranks know of, in an order that is the same on all of them
-    stage: Stage | None = None  # between the buffers that the views are of and those that travel; None where they are the same
+    shared: Sequence[int]  # the parts that all ranks know of, in the same order on all of them
+    stage: Stage | None = None  # copies between host memory, where the views are, and the device; None if both are the same
 
     def run(self, step: RunningStep) -> Iterator[None]:
         if self.params <= step.idle:
@@ -86,17 +86,17 @@ class Wave:
         owned = {key for batch in self.owned_batches for key in batch.ortho_batch.matrices}
         own = [error for error in step.failures if isinstance(error, OrthogonalizeError) and owned.issuperset(error.matrices)]
         # A rank may have parameters that others do not know of, so that its indices mean nothing to them.
-        position = {param: k for k, param in enumerate(self.shared)}
-        here = [(error.names, error.reason, [(position[param], m) for param, m in error.matrices]) for error in own]
+        position = {part: k for k, part in enumerate(self.shared)}
+        here = [(error.names, error.reason, [(position[part], m) for part, m in error.matrices]) for error in own]
         entries = [(rank, *entry) for rank, of_rank in sorted(step.exchange.tell(here).items()) for entry in of_rank]
         keys = frozenset((self.shared[at], matrix) for *_, matrices in entries for at, matrix in matrices)
         if entries:
             rank, _, reason, _ = entries[0]
             names = (name for _, names, *_ in entries for name in names)
-            shared = orthogonalize_error(names, reason, keys, f"rank {rank}: ")
-            shared.__cause__ = own[0].__cause__ if own else None
-            shared.known_to_all = keys.isdisjoint(self.repeated)
-            step.failures[:] = [error for error in step.failures if error not in own] + [shared]
+            common = orthogonalize_error(names, reason, keys, f"rank {rank}: ")
+            common.__cause__ = own[0].__cause__ if own else None
+            common.known_to_all = keys.isdisjoint(self.repeated)
+            step.failures[:] = [error for error in step.failures if error not in own] + [common]
         return keys
 
 

@@ -159,14 +159,14 @@ class MuonStep(torch.optim.Optimizer):
 
     def _agree(self, step: StepContext) -> None:
         """Decides together with all ranks what this step does."""
-        beside_options, gpu = logits_text(step.qk_logits), self._collector.gpu
+        extra, gpu = logits_text(step.qk_logits), self._collector.gpu
         if self._executor.settings is not self._settings:  # other kernels than asked for, on all ranks or on none
-            beside_options += f", {self._executor.settings.bits}"
+            extra += f", {self._executor.settings.bits}"
 
         def hyperparameters() -> list[str]:
             """What ranks compare beside the plan: whatever decides the bits of an update."""
-            further = beside_options if gpu is None else f"{beside_options}, {gpu_bits(gpu)}"
-            return [f"{text}, {further}" for text in hyperparameters_of(self._groups)]
+            compared = extra if gpu is None else f"{extra}, {gpu_bits(gpu)}"
+            return [f"{text}, {compared}" for text in hyperparameters_of(self._groups)]
 
         status = RankStatus(
             records=step.records,

@@ -45,9 +45,9 @@ def routes_of(plan: PlanData, rank: int) -> tuple[WaveRoutes, ...]:
         if piece is None:
             continue
         if task.owner == rank:
-            gathers[task.wave].append(PieceTransfer(index, rank, rank, piece))
-            gathers[task.wave].extend(plan.gather_sends(index))
-            scatters[task.wave].extend(plan.scatter_sends(index))
+            gathers[task.wave].append(PieceTransfer(index, rank, rank, piece))  # stays
+            gathers[task.wave].extend(plan.gather_sends(index))  # the pieces of other holders
+            scatters[task.wave].extend(plan.scatter_sends(index))  # the results for all other holders
         else:
             scatters[task.wave].append(PieceTransfer(index, task.owner, rank, piece))
             if task.sharded.sends_to(rank, task.owner):
