@@ -204,9 +204,9 @@ class RankProgramBuilder(ProgramBuilder):
                 self.piece_views([*gather_out, *staying], filled), self.step_params, self.piece_views(unsent, near_weights)
             ),
             rounding=NO_COPIES if unrounded is None else CopyPairs([near_weights], [unrounded]),
-            gather=self.exchange_buffers(gathered, shards, gathers(routes_of_rank), relayed("gather")),
+            gather=self.prepare_exchange(gathered, shards, gathers(routes_of_rank), relayed("gather")),
             owned_batches=tuple(_owned_batch(*batch, unpack_from, pack_into) for batch in owned_batches),
-            scatter=self.exchange_buffers(shards, results, scatters(routes_of_rank), relayed("scatter")),
+            scatter=self.prepare_exchange(shards, results, scatters(routes_of_rank), relayed("scatter")),
             update_views=UpdateViews(
                 self.piece_views([*scatter_in, *staying], near_weights),
                 self.step_params,

@@ -125,8 +125,8 @@ class _DataParallelBuilder(RankProgramBuilder):
         relayed = partial(RelayMemory, self.workspace, f"wave {k}")
         return _Wave(
             params=self.wave_params[k],
-            gather=self.exchange_buffers(received, sent, lambda rank: lists(rank)[::-1], relayed("gather")),
-            scatter=self.exchange_buffers(sent, received, lists, relayed("scatter")),
+            gather=self.prepare_exchange(received, sent, lambda rank: lists(rank)[::-1], relayed("gather")),
+            scatter=self.prepare_exchange(sent, received, lists, relayed("scatter")),
             not_owned=self.piece_views(offsets_of(routes.scatter_in), sent),
             owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in batches],
         )

@@ -180,7 +180,7 @@ class ProgramBuilder:
             return [ShardView(part_index, stack, view.view(inside), matrix)]
         return [ShardView(part_index, cut, cut_view, matrix) for cut, cut_view in window.cuts(stack, view.view(inside))]
 
-    def exchange_buffers(self, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory) -> PreparedExchange:
+    def prepare_exchange(self, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory) -> PreparedExchange:
         """What one exchange sends and receives: the beginnings of two flat buffers, and the elements of each rank in them.
 
         Args:

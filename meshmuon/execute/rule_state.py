@@ -132,9 +132,9 @@ def _exchange(
     return RuleStateExchange(
         params=params,
         sent_shards=shards([*sent, *staying]),
-        gather=builder.exchange_buffers(gather_in, gather_out, gathers(routes_of_rank), memory_of("rule state gather")),
+        gather=builder.prepare_exchange(gather_in, gather_out, gathers(routes_of_rank), memory_of("rule state gather")),
         unpack=CopyPairs(unpacked, arrived),
         pack=CopyPairs(leaving, packed),
-        scatter=builder.exchange_buffers(scatter_in, scatter_out, scatters(routes_of_rank), memory_of("rule state scatter")),
+        scatter=builder.prepare_exchange(scatter_in, scatter_out, scatters(routes_of_rank), memory_of("rule state scatter")),
         received_shards=shards([*received, *staying]),
     )
