@@ -65,7 +65,7 @@ class Planner:
        something in another way, the ranks exchange their ``verdicts``.
     5. ``end()``, once per step, also if it fails. It does not wait for other ranks.
 
-    Between steps come ``begin_anew()``, on ranks that have loaded a state, and ``check_connected()``, before any other
+    Between steps come ``forget_steps()``, on ranks that have loaded a state, and ``check_connected()``, before any other
     communication of the optimizer. Neither communicates.
 
     Args:
@@ -176,7 +176,7 @@ class Planner:
         if self._agreement is not None:
             self._agreement.end_turn()
 
-    def begin_anew(self) -> None:
+    def forget_steps(self) -> None:
         """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
         self._pairing = Pairing()
 

@@ -168,7 +168,7 @@ def _step(simulation: Simulation) -> Figures:
         orthogonalise=parts["orthogonalise"],  # matrices that it owns
         local=parts["local"],  # all that is done with matrices that stay where they are
         elementwise=parts["momentum"] + parts["update"],  # of the others
-        exchange_waited_for=timeline.waited_for,  # waiting for exchanges that are under way; where cores send, sending
+        exchange_waited_for=timeline.waited_for,  # waiting for exchanges in flight; where cores send, sending
         others_waited_for=parts["others"],  # waiting for ranks that come late to an exchange
         adamw=parts["adamw"],
         host=parts["host"],  # that the device waits for the host
