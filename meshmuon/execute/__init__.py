@@ -5,10 +5,10 @@ from .elementwise import Elementwise
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
+from .settings import ExecutorSettings
 from .step_param import (
     UNOBSERVED,
     CheckedUpdates,
-    ExecutorSettings,
     MatrixKey,
     Observer,
     RuleChain,

@@ -46,7 +46,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 
 def _jit(function: Callable[..., Any]) -> Any:
     # triton.jit carries no types; this one place says so to the type checker. Lists grow and shrink with the parameters that have
-    # gradients: a length of 1 or a multiple of 16 would be compiled anew in the middle of a step.
+    # gradients: a length of 1 or a multiple of 16 would recompile them in the middle of a step.
     return triton.jit(function, do_not_specialize=("tensors",))
 
 
@@ -376,7 +376,7 @@ class ListTable:
 def _rows(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Rows of the table for one tensor of each operand: sizes, then address and strides per operand.
 
-    Neighbouring dims that all operands walk through alike are joined. A tensor of too many dims takes several rows.
+    Neighbouring dims are joined if the strides of all operands allow it. A tensor of too many dims takes several rows.
     """
     shape = tensors[0].shape
     if not tensors[0].numel():
@@ -472,14 +472,14 @@ class ListKernels:
         *,
         cautious: bool,
         counters: Sequence[tuple[Tensor, Tensor, Tensor]] | None,
-        kept: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        old_momenta: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     ) -> None:
         """p ← p·decay − rate·update, rounded once.
 
         Stochastically with ``counters``: of each tensor the hashed rows and columns of its elements, and its counter. With
-        ``kept``, momenta and what they were, elements whose update is not finite keep weight and momentum.
+        ``old_momenta``, momenta and what they were, elements whose update is not finite keep weight and momentum.
         """
-        operands: list[Sequence[Tensor]] = [params, updates, *(kept or ())]
+        operands: list[Sequence[Tensor]] = [params, updates, *(old_momenta or ())]
         if counters is not None:
             pairs = list(zip(counters, params, strict=True))
             operands += [[numbers[k].expand(param.shape) for numbers, param in pairs] for k in range(2)]
@@ -492,10 +492,10 @@ class ListKernels:
             rate_in_memory=isinstance(rate, Tensor),
             cautious=cautious,
             stochastic=counters is not None,
-            guarded=kept is not None,
+            guarded=old_momenta is not None,
             kind_0=_KINDS[params[0].dtype],
             kind_1=_KINDS[updates[0].dtype],
-            kind_2=0 if kept is None else _KINDS[kept[0][0].dtype],
+            kind_2=0 if old_momenta is None else _KINDS[old_momenta[0][0].dtype],
         )
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -516,4 +516,4 @@ class ListKernels:
 
 
 def _as_arguments(*scalars: float | Tensor) -> list[float | Tensor]:
-    return [scalar if isinstance(scalar, Tensor) else float(scalar) for scalar in scalars]  # an int would be compiled anew
+    return [scalar if isinstance(scalar, Tensor) else float(scalar) for scalar in scalars]  # an int would recompile the kernel

@@ -318,7 +318,7 @@ class Muon(MuonStep):
         state.put_in_order(self._groups, self.state)
         self._offload.put_away(self.state)
         self._failures = StepFailures()
-        self._planner.begin_anew()
+        self._planner.forget_steps()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         refuse_unpicklable(self.param_groups, self.defaults)

@@ -63,11 +63,11 @@ class ParamLocation(NamedTuple):
     @classmethod
     def of(cls, param: Tensor, recipe: GroupRecipe) -> ParamLocation:
         """Where a parameter of a model lies. AdamW, which sees no matrices, works where the parameter is."""
-        device, sharded = param.device, as_dtensor(param)
+        device, dtensor = param.device, as_dtensor(param)
         works_on = device if recipe.matrix_options is None else work_device(param)
-        if sharded is None:
+        if dtensor is None:
             return cls(tuple(param.shape), None, (), device, works_on)
-        return cls(tuple(sharded.to_local().shape), sharded.device_mesh, sharded.placements, device, works_on)
+        return cls(tuple(dtensor.to_local().shape), dtensor.device_mesh, dtensor.placements, device, works_on)
 
 
 @dataclass(frozen=True, slots=True)
