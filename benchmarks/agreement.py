@@ -81,8 +81,8 @@ class Results:
     beside_threads: list[BusyPoint]
 
 
-def on_ranks(processes: int, main: Callable[..., None], *args: Any) -> Any:
-    """Starts ``main(group, *args, send)`` on all ranks, and returns what the last rank measures."""
+def on_ranks(processes: int, main: Callable[..., Any], *args: Any) -> Any:
+    """Calls ``main(group, *args)`` on all ranks, and returns what the last one has measured, and its connections: of votes, of gloo."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "meshmuon"])
     receiver, sender = context.Pipe(duplex=False)

@@ -1,7 +1,7 @@
 """Optimizer state in host memory between steps: offloaded after a step, loaded before the next.
 
 While the state is offloaded, ``optimizer.state`` holds host tensors of the same shapes, so it can be saved, copied and read as
-usual. One flat buffer per device and dtype makes each direction a single copy.
+usual. Flat buffers make each direction a few copies: one per device and dtype, on a GPU as many as waste little pinned memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ class _Slot(NamedTuple):
 
 @dataclass(slots=True)
 class _Pool:
-    """The state of one device and dtype."""
+    """State of one device and dtype that is copied together."""
 
     slots: list[_Slot]
     host: Tensor  # flat buffer in host memory
@@ -66,6 +67,9 @@ class _Pool:
     device: torch.device
     flat: Tensor | None  # flat buffer on the device; None while the state is offloaded
     current: list[Tensor]  # the tensors that are in ``optimizer.state`` now, one per slot
+
+    def members(self) -> Iterator[tuple[_Slot, Tensor]]:
+        return zip(self.slots, self.current, strict=True)
 
     def load_separately(self, slot: _Slot) -> Tensor:
         local = torch.empty_strided(slot.shape, slot.stride, dtype=self.host.dtype, device=self.device)
@@ -145,9 +149,10 @@ class Offload:
         by_pool: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, str, Tensor]]] = {}
         for param, key, value in _movable(states):
             by_pool.setdefault((param.device, value.dtype), []).append((param, key, value))
-        if not self._pools_hold(list(by_pool.values())):
+        held = {(id(slot.param), slot.key, id(value)) for pool in self._pools for slot, value in pool.members()}
+        if held != {(id(param), key, id(value)) for members in by_pool.values() for param, key, value in members}:
             self.settle()  # before host buffers are freed that may still be written
-            self._pools = [_new_pool(device, dtype, members) for (device, dtype), members in by_pool.items()]
+            self._pools = [pool for key, members in by_pool.items() for pool in _new_pools(*key, members)]
         for pool in self._pools:
             if pool.flat is not None:
                 pool.transfers.store(pool.host, pool.flat)
@@ -155,14 +160,6 @@ class Offload:
             for k, slot in enumerate(pool.slots):
                 pool.current[k] = with_local(pool.current[k], slot.view_in_own_storage(pool.host))
                 states[slot.param][slot.key] = pool.current[k]
-
-    def _pools_hold(self, by_pool: list[list[tuple[Tensor, str, Tensor]]]) -> bool:
-        """Whether the state consists of the pools' own tensors, so that one copy per pool offloads it."""
-        return len(by_pool) == len(self._pools) and all(
-            len(pool.current) == len(members)
-            and all(current is value for current, (_, _, value) in zip(pool.current, members, strict=True))
-            for pool, members in zip(self._pools, by_pool, strict=True)
-        )
 
 
 def _movable(states: _States) -> list[tuple[Tensor, str, Tensor]]:
@@ -176,20 +173,24 @@ def _movable(states: _States) -> list[tuple[Tensor, str, Tensor]]:
     ]
 
 
-def _new_pool(device: torch.device, dtype: torch.dtype, members: list[tuple[Tensor, str, Tensor]]) -> _Pool:
-    """A pool whose host buffer has the values of ``members``: (parameter, key, tensor) triples."""
+def _new_pools(device: torch.device, dtype: torch.dtype, members: list[tuple[Tensor, str, Tensor]]) -> list[_Pool]:
+    """Pools whose host buffers have the values of ``members``: (parameter, key, tensor) triples."""
     step = max(1, _ALIGNMENT // dtype.itemsize)
-    slots, size = [], 0
-    for param, key, value in members:
-        local = local_part(value)
-        slots.append(_Slot(param, key, local.shape, local.stride(), size))
-        size += -(-slots[-1].span // step) * step
-    transfers = transfers_for(device)
-    host = transfers.host_buffer(size, dtype)
-    for slot, (_, _, value) in zip(slots, members, strict=True):
-        local = local_part(value)
-        if local.device == device:
-            transfers.store(slot.view(host), local)
-        else:  # it was offloaded already, in another buffer
-            slot.view(host).copy_(local)
-    return _Pool(slots, host, transfers, device, None, [value for _, _, value in members])
+    slots = [_Slot(param, key, local_part(value).shape, local_part(value).stride(), 0) for param, key, value in members]
+    spans = [-(-slot.span // step) * step for slot in slots]
+    transfers, pools, first = transfers_for(device), [], 0
+    for count in transfers.portions([dtype.itemsize * span for span in spans]):
+        portion = slice(first, first + count)
+        offsets = accumulate(spans[portion], initial=0)
+        placed = [slot._replace(offset=offset) for slot, offset in zip(slots[portion], offsets, strict=False)]
+        host = transfers.host_buffer(sum(spans[portion]), dtype)
+        values = [value for _, _, value in members[portion]]
+        for slot, value in zip(placed, values, strict=True):
+            local = local_part(value)
+            if local.device == device:
+                transfers.store(slot.view(host), local)
+            else:  # it was offloaded already, in another buffer
+                slot.view(host).copy_(local)
+        pools.append(_Pool(placed, host, transfers, device, None, values))
+        first += count
+    return pools
