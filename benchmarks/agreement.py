@@ -82,7 +82,7 @@ class Results:
 
 
 def on_ranks(processes: int, main: Callable[..., Any], *args: Any) -> Any:
-    """Calls ``main(group, *args)`` on all ranks, and returns what the last one has measured, and its connections: of votes, of gloo."""
+    """Calls ``main(group, *args)`` on all ranks, and returns what the last one has measured, with its connections."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "meshmuon"])
     receiver, sender = context.Pipe(duplex=False)
