@@ -196,9 +196,15 @@ class Transfers:
         """Starts copying ``device`` to ``host``, after what the device has been given so far; ``device`` may be freed at once."""
         host.copy_(device)
 
-    def load(self, device: Tensor, host: Tensor) -> None:
-        """Starts copying ``host`` to ``device``; what the device is given next finds it there."""
+    def load(self, device: Tensor, host: Tensor, *, waits: bool = True) -> Mark:
+        """Starts copying ``host`` to ``device``; what the device is given next finds it there.
+
+        Unless it ``waits``: then it finds it there after ``wait`` for what is returned here.
+        """
         device.copy_(host)
+
+    def wait(self, loaded: Mark) -> None:
+        """What the device is given next finds there what was loaded."""
 
     def settle(self) -> None:
         """Returns once the host may read what was stored."""
@@ -245,11 +251,17 @@ class CudaTransfers(Transfers):
             host.copy_(device, non_blocking=True)
         device.record_stream(self._side)  # its memory is not reused before the copy is done
 
-    def load(self, device: Tensor, host: Tensor) -> None:
+    def load(self, device: Tensor, host: Tensor, *, waits: bool = True) -> Mark:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             device.copy_(host, non_blocking=True)
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        loaded = self._side.record_event()
+        if waits:
+            self.wait(loaded)
+        return loaded
+
+    def wait(self, loaded: Mark) -> None:
+        torch.cuda.current_stream(self._device).wait_event(loaded)
 
     def settle(self) -> None:
         self._side.synchronize()

@@ -112,7 +112,7 @@ class MuonStep(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         failure = KeptError()
-        with self._offload.resident(self.state, failure):
+        with self._offload.resident(self.state, failure, adamw_later=True):
             try:
                 step = self._inspect(qk_logits, failure)
                 self._agree(step)  # nothing is written before this
@@ -294,6 +294,7 @@ class MuonStep(torch.optim.Optimizer):
         self._executor.elementwise.fill_if([*gradients_of(step.records), *made_zeros], step.skip_mask, -0.0)
 
     def _adamw_step(self, step: StepContext) -> None:
+        self._offload.wait_for_adamw()
         before, step.would_diverge = step.would_diverge, True  # if it fails, the other ranks have stepped and this one has not
         indices_by_group: dict[int, list[int]] = {}
         for k, record in enumerate(step.records):
