@@ -190,6 +190,31 @@ def test_few_copies_each_way_and_no_new_buffers(log: Log) -> None:
         hosts = now
 
 
+def test_the_state_of_adamw_arrives_while_a_step_works_on_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Ordered(Transfers):
+        def load(self, device: Tensor, host: Tensor, *, waits: bool = True) -> None:
+            order.append("load" if waits else "load for later")
+            super().load(device, host, waits=waits)
+
+        def wait(self, loaded: Any) -> None:
+            order.append("wait")
+
+    def scheme(batch: Tensor) -> Tensor:
+        order.append("matrices")
+        return batch
+
+    monkeypatch.setattr(offload, "transfers_for", lambda device: Ordered())
+    run = Run(plain())
+    run.optimizer.param_groups[0]["scheme"] = scheme
+    run.optimizer.turn_on_cpu_offload()
+    for step in range(3):
+        order.clear()
+        run.step(step)
+    assert list(dict.fromkeys(order)) == ["load", "load for later", "matrices", "wait"]
+
+
 def test_state_dict_moves_nothing_in_the_steady_state(away: Run, log: Log) -> None:
     away.optimizer.state_dict()
     assert log.buffers == len(log.stored) == len(log.loaded) == 0
