@@ -125,7 +125,7 @@ def _library_versions() -> str:
 
 
 _LARGEST_PORTION = 256  # tensors; bounds the time of dividing thousands of them
-_BYTES_PER_COPY = 1 << 18  # that one more copy per step may save: what is copied while it starts
+_BYTES_PER_COPY = 1 << 18  # that one more copy per step must save: about what is copied in the time of a launch
 
 Mark: TypeAlias = Any
 """A point in a stream of work: an event of a GPU, or nothing that a CPU would have to keep."""
@@ -199,7 +199,7 @@ class Transfers:
     def load(self, device: Tensor, host: Tensor, *, waits: bool = True) -> Mark:
         """Starts copying ``host`` to ``device``; what the device is given next finds it there.
 
-        Unless it ``waits``: then it finds it there after ``wait`` for what is returned here.
+        With ``waits=False`` it finds it there only after ``wait`` for what is returned here.
         """
         device.copy_(host)
 
