@@ -137,7 +137,7 @@ def counted_facts(counted: CountedStep, elements: int) -> dict[str, Any]:
         "batch_sizes": None,
         "host_seconds": counted.launches * SECONDS_PER_LAUNCH,
         "host_operations": counted.host_operations,
-        "bytes_per_element": counted.bytes_of("keep_momentum", "fill", "apply") / elements,
+        "bytes_per_element": counted.bytes_of("copy_momenta", "fill", "apply") / elements,
     }
 
 
