@@ -30,9 +30,8 @@ from .exchanges import exchange_with, partner, turns, world_exchange
 from .numerics import seeded
 
 _LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere 8192
-_BATCH = 4  # matrices that are orthogonalised together, as steps do it where they have several of a shape
-_ELEMENTS = 2**20  # of the tensors of elementwise work
-_LONG_WORK = {"products": 0.025, "orthogonalisation": 0.4}  # seconds: nothing larger is measured
+_BATCH = 16  # matrices that are orthogonalised together, as steps do it where they have several of a shape; fewer large ones
+_ELEMENTS = 2**20  # of the tensors of elementwise work, and of batches
 _MOST_TURNS = 32  # in which pairs are measured: with many ranks a sample of the pairs
 _PAIR_BYTES = 4 * 2**20
 _EXCHANGE_BYTES = 8 * 2**20  # per rank, over all its peers
@@ -63,6 +62,12 @@ def _median_seconds(context: Context, work: Callable[[], object], repeats: int, 
     return statistics.median(_seconds(context, work, repeats, at_least))
 
 
+def _usual_seconds(context: Context, work: Callable[[], object]) -> float:
+    """Of a call among many. Where ranks share cores, most short calls are not interrupted, and a step is: the mean has that."""
+    times = _seconds(context, work, 1000, at_least=0.1)
+    return statistics.fmean(times) if context.device.type == "cpu" else statistics.median(times)
+
+
 def _by_rank(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """The figures of all ranks, in their order."""
     group = dist.group.WORLD
@@ -86,30 +91,64 @@ def measure_rates(context: Context) -> Finding:
     on_cpu, compute = context.device.type == "cpu", default_compute_dtype(context.device, torch.float32)
     dtypes = [torch.float32, *([] if on_cpu else [torch.float16]), *([torch.bfloat16] if not on_cpu or bfloat16_works() else [])]
     figures = {
-        "products": {key: rate for dtype in dtypes for key, rate in _rates(context, "products", dtype).items()},
-        "orthogonalisation": _rates(context, "orthogonalisation", compute),
+        "products": {key: rate for dtype in dtypes for key, rate in _product_rates(context, dtype).items()},
+        **_orthogonalisation_rates(context, compute),
         "elementwise": _elementwise(context),
     }
     return summarise_rates(context, _by_rank(figures))
 
 
-def _rates(context: Context, title: str, dtype: torch.dtype) -> dict[tuple[str, int], float]:
-    """FLOPs per second by dtype and size, for sizes that double, until one takes long."""
-    rates: dict[tuple[str, int], float] = {}
-    device, largest = context.device, _LARGEST_SIZE.get(context.device.type, 8192) // (4 if context.options.quick else 1)
-    size, seconds = 128, 0.0
-    while size <= largest and seconds <= _LONG_WORK[title]:
-        with context.doing(f"measuring {title} of {size}×{size} in {dtype}"):
-            if title == "products":
-                a, flops = seeded((size, size), size).to(device, dtype), 2.0 * size**3
-                work = partial(torch.mm, a, a, out=torch.empty_like(a))
-            else:
-                a, flops = seeded((_BATCH, size, size), size).to(device), expected_flops(size, size, AUTO, "auto", dtype, device)
-                work, flops = partial(orthogonalize, a, AUTO, out=torch.empty_like(a), workspace=Workspace()), _BATCH * flops
-            seconds = _median_seconds(context, work, 1000, at_least=0.1)
-        rates[str(dtype).removeprefix("torch."), size] = flops / seconds
-        size *= 2
+def _product_rates(context: Context, dtype: torch.dtype) -> dict[tuple[str | int, ...], float]:
+    """FLOPs per second by dtype and size."""
+    rates: dict[tuple[str | int, ...], float] = {}
+
+    def measure(size: int) -> float:
+        with context.doing(f"measuring products of {size}×{size} in {dtype}"):
+            a = seeded((size, size), size).to(context.device, dtype)
+            seconds = _usual_seconds(context, partial(torch.mm, a, a, out=torch.empty_like(a)))
+        rates[_name(dtype), size] = 2.0 * size**3 / seconds
+        return seconds
+
+    _measure_sizes(context, measure, longest=0.025)
     return rates
+
+
+def _orthogonalisation_rates(context: Context, dtype: torch.dtype) -> dict[str, dict[tuple[str | int, ...], float]]:
+    """FLOPs per second of a further matrix of a batch and of a single one, by dtype and size or, if not square, sides."""
+    of_further, alone = dict[tuple[str | int, ...], float](), dict[tuple[str | int, ...], float]()
+
+    def measure(*sides: int) -> float:
+        size, length = sides[0], sides[-1]
+        flops, count = expected_flops(size, length, AUTO, "auto", dtype, context.device), 2
+        count = max(count, min(_BATCH, _ELEMENTS // (size * length)))
+
+        def orthogonalising(count: int) -> Callable[[], object]:
+            a = seeded((count, size, length), size).to(context.device)
+            return partial(orthogonalize, a, AUTO, out=torch.empty_like(a), workspace=Workspace())
+
+        with context.doing(f"measuring orthogonalisation of {size}×{length} in {dtype}"):
+            single, batch = (_usual_seconds(context, orthogonalising(number)) for number in (1, count))
+        key = _name(dtype), *dict.fromkeys(sides)
+        alone[key] = flops / single
+        # Where launches take all of the time, a batch takes as long as a matrix: no rate is above twice that of the batch.
+        of_further[key] = flops / max((batch - single) / (count - 1), batch / count / 2)
+        return batch
+
+    for sides in sorted({tuple(sorted(shape)) for shape in context.options.shapes}):
+        measure(*sides)
+    _measure_sizes(context, measure, longest=0.4)
+    return {"orthogonalisation": of_further, "alone": alone}
+
+
+def _measure_sizes(context: Context, measure: Callable[[int], float], *, longest: float) -> None:
+    """Of square matrices, for sizes that double, until one takes longer than ``longest`` seconds."""
+    size, largest = 128, _LARGEST_SIZE.get(context.device.type, 8192) // (4 if context.options.quick else 1)
+    while size <= largest and measure(size) <= longest:
+        size *= 2
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _elementwise(context: Context) -> dict[str, float]:
@@ -123,15 +162,16 @@ def _elementwise(context: Context) -> dict[str, float]:
             "copy": partial(update.copy_, grad),
             "adamw": torch.optim.AdamW([weight], lr=0.0, fused=True).step,
         }
-        return {kind: max(1e-15, _median_seconds(context, run, 20, at_least=0.1) / _ELEMENTS) for kind, run in work.items()}
+        return {kind: max(1e-15, _usual_seconds(context, run) / _ELEMENTS) for kind, run in work.items()}
 
 
 def summarise_rates(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> Finding:
     """Medians over the ranks, and the slowest rank."""
     figures, texts = medians(by_rank), dict[str, list[str]]()
     for kind in ("products", "orthogonalisation"):
-        for (dtype, size), rate in figures[kind].items():
-            texts.setdefault(f"{dtype} products" if kind == "products" else kind, []).append(f"{_giga(rate)} at {size}")
+        for (dtype, *sides), rate in figures[kind].items():
+            text = f"{_giga(rate)} at {'×'.join(map(str, sides))}"
+            texts.setdefault(f"{dtype} products" if kind == "products" else kind, []).append(text)
     lines = [f"{work} {', '.join(rates)}" for work, rates in texts.items()]
     lines[-1] += " GFLOP/s"
     largest = [list(of_rank["orthogonalisation"].values())[-1] for of_rank in by_rank]
@@ -141,8 +181,8 @@ def summarise_rates(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> F
         if share < _SLOW_RANK:
             lines[-1] += ", look at its clock, its temperature and what else runs there"
     lines += remark_on_bfloat16(context.device.type, figures["products"])
-    for kind in ("products", "orthogonalisation"):
-        figures[kind] = [asdict(Rate(dtype, size, rate)) for (dtype, size), rate in figures[kind].items()]
+    for kind in ("products", "orthogonalisation", "alone"):
+        figures[kind] = [asdict(Rate(*key[:2], rate, *key[2:])) for key, rate in figures[kind].items()]
     figures |= {"slowest_rank": largest.index(min(largest)), "slowest_share": share}
     context.figures["rates"] = figures
     return Finding("; ".join(lines), figures=figures)
@@ -194,7 +234,7 @@ def measure_links(context: Context) -> Finding:
         count = _EXCHANGE_BYTES // 4 // (world - 1)
         latency = exchange_seconds(1, 2 * _REPEATS)
         began, cpu = time.perf_counter(), time.process_time()
-        seconds = exchange_seconds(count, 5)
+        seconds = exchange_seconds(count, 2 * _REPEATS)
         cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
     link = LinkRate(4 * count * (world - 1) / seconds, latency)
     return summarise_links(context, _by_rank({"pairs": pairs, "exchange": asdict(link), "exchange_cpu_share": cpu_share}))
@@ -351,6 +391,16 @@ def remark_on_prediction(ratio: float) -> str:
     return f". It should be near 1: {reason}. Run it again on an idle machine, with --only rates,links,host,step"
 
 
+def calibrate(context: Context) -> Calibration:
+    """Measures all that predictions need, on every rank at the same time; the process group exists."""
+    for measure in (measure_rates, measure_host, *([measure_links] if context.world > 1 else [])):
+        dist.barrier()
+        measure(context)
+    calibration = calibration_of(context)
+    assert calibration is not None
+    return calibration
+
+
 def calibration_of(context: Context) -> Calibration | None:
     """The measurements so far as a calibration; None if some were left out."""
     figures, on_cpu = context.figures, context.device.type == "cpu"
@@ -368,9 +418,8 @@ def calibration_of(context: Context) -> Calibration | None:
         device_name=hardware_of(context.device).name(context.device),
         ranks=context.world,
         ranks_per_node=max(Counter(context.nodes).values()),
-        compute_dtype=str(default_compute_dtype(context.device, torch.float32)).removeprefix("torch."),
-        products=tuple(Rate(**rate) for rate in rates["products"]),
-        orthogonalisation=tuple(Rate(**rate) for rate in rates["orthogonalisation"]),
+        compute_dtype=_name(default_compute_dtype(context.device, torch.float32)),
+        **{kind: tuple(Rate(**rate) for rate in rates[kind]) for kind in ("products", "orthogonalisation", "alone")},
         inside=link(links.get("inside")),
         between=link(links.get("between")),
         exchange=exchange,
