@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ _SLOW_PAIR = 4.0  # times as long as the median: worth a remark, as the next one
 _SLOW_RANK = 0.7  # of the median rate
 _SLOW_BFLOAT16 = {"cpu": 0.25}  # of float32's rate; elsewhere 1.5
 _AS_PREDICTED = 0.6, 1.7  # of the predicted time
+_RateKey: TypeAlias = tuple[str, int] | tuple[str, int, int]  # dtype and size or, if not square, sides
 
 
 def _seconds(context: Context, work: Callable[[], object], repeats: int, at_least: float = math.inf) -> list[float]:
@@ -98,9 +99,9 @@ def measure_rates(context: Context) -> Finding:
     return summarise_rates(context, _by_rank(figures))
 
 
-def _product_rates(context: Context, dtype: torch.dtype) -> dict[tuple[str | int, ...], float]:
+def _product_rates(context: Context, dtype: torch.dtype) -> dict[_RateKey, float]:
     """FLOPs per second by dtype and size."""
-    rates: dict[tuple[str | int, ...], float] = {}
+    rates: dict[_RateKey, float] = {}
 
     def measure(size: int) -> float:
         with context.doing(f"measuring products of {size}×{size} in {dtype}"):
@@ -113,22 +114,17 @@ def _product_rates(context: Context, dtype: torch.dtype) -> dict[tuple[str | int
     return rates
 
 
-def _orthogonalisation_rates(context: Context, dtype: torch.dtype) -> dict[str, dict[tuple[str | int, ...], float]]:
+def _orthogonalisation_rates(context: Context, dtype: torch.dtype) -> dict[str, dict[_RateKey, float]]:
     """FLOPs per second of a further matrix of a batch and of a single one, by dtype and size or, if not square, sides."""
-    of_further, alone = dict[tuple[str | int, ...], float](), dict[tuple[str | int, ...], float]()
+    of_further, alone = dict[_RateKey, float](), dict[_RateKey, float]()
 
     def measure(*sides: int) -> float:
         size, length = sides[0], sides[-1]
-        flops, count = expected_flops(size, length, AUTO, "auto", dtype, context.device), 2
-        count = max(count, min(_BATCH, _ELEMENTS // (size * length)))
-
-        def orthogonalising(count: int) -> Callable[[], object]:
-            a = seeded((count, size, length), size).to(context.device)
-            return partial(orthogonalize, a, AUTO, out=torch.empty_like(a), workspace=Workspace())
-
+        flops = expected_flops(size, length, AUTO, "auto", dtype, context.device)
+        count = max(2, min(_BATCH, _ELEMENTS // (size * length)))
         with context.doing(f"measuring orthogonalisation of {size}×{length} in {dtype}"):
-            single, batch = (_usual_seconds(context, orthogonalising(number)) for number in (1, count))
-        key = _name(dtype), *dict.fromkeys(sides)
+            single, batch = (_orthogonalisation_seconds(context, number, size, length) for number in (1, count))
+        key: _RateKey = (_name(dtype), size) if size == length else (_name(dtype), size, length)
         alone[key] = flops / single
         # Where launches take all of the time, a batch takes as long as a matrix: no rate is above twice that of the batch.
         of_further[key] = flops / max((batch - single) / (count - 1), batch / count / 2)
@@ -138,6 +134,11 @@ def _orthogonalisation_rates(context: Context, dtype: torch.dtype) -> dict[str, 
         measure(*sides)
     _measure_sizes(context, measure, longest=0.4)
     return {"orthogonalisation": of_further, "alone": alone}
+
+
+def _orthogonalisation_seconds(context: Context, *shape: int) -> float:
+    batch = seeded(shape, shape[-2]).to(context.device)
+    return _usual_seconds(context, partial(orthogonalize, batch, AUTO, out=torch.empty_like(batch), workspace=Workspace()))
 
 
 def _measure_sizes(context: Context, measure: Callable[[int], float], *, longest: float) -> None:
@@ -182,7 +183,8 @@ def summarise_rates(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> F
             lines[-1] += ", look at its clock, its temperature and what else runs there"
     lines += remark_on_bfloat16(context.device.type, figures["products"])
     for kind in ("products", "orthogonalisation", "alone"):
-        figures[kind] = [asdict(Rate(*key[:2], rate, *key[2:])) for key, rate in figures[kind].items()]
+        rates = figures[kind].items()
+        figures[kind] = [asdict(Rate(dtype, size, rate, length[0] if length else None)) for (dtype, size, *length), rate in rates]
     figures |= {"slowest_rank": largest.index(min(largest)), "slowest_share": share}
     context.figures["rates"] = figures
     return Finding("; ".join(lines), figures=figures)
@@ -293,14 +295,19 @@ def _step_times(context: Context, count: int, size: int, *, repeats: int) -> tup
 
 
 def measure_host(context: Context) -> Finding:
-    """Steps on few and on many tiny matrices: the difference is the host's time per matrix. The fastest ones count."""
+    """Steps on few and on many tiny matrices: the difference is the host's time per matrix.
+
+    The fastest steps count or, on CPU, where a step shares the cores with all of its work, the usual ones.
+    """
     few, many, on_cpu = 8, 72, context.device.type == "cpu"
     with context.doing("measuring steps on tiny matrices"):
-        measured = {count: _step_times(context, count, 8, repeats=10) for count in (few, many)}
-    times = {count: min(seconds) for count, (seconds, _) in measured.items()}
+        measured = {count: _step_times(context, count, 8, repeats=2 * _REPEATS) for count in (few, many)}
+    times = {count: statistics.median(seconds) if on_cpu else min(seconds) for count, (seconds, _) in measured.items()}
     per_matrix = max(1e-7, (times[many] - times[few]) / (many - few))
     issued, per_launch = few * per_matrix, None
-    if not on_cpu:
+    if on_cpu:
+        issued += _orthogonalisation_seconds(context, 1, 8, 8)  # in predictions, the first of a batch has this time
+    else:
         per_launch = seconds_per_launch(context)
         issued = per_launch * max(launches.total for launches in launches_of(measured[few][1].plan()).values())
     figures = {
@@ -419,7 +426,9 @@ def calibration_of(context: Context) -> Calibration | None:
         ranks=context.world,
         ranks_per_node=max(Counter(context.nodes).values()),
         compute_dtype=_name(default_compute_dtype(context.device, torch.float32)),
-        **{kind: tuple(Rate(**rate) for rate in rates[kind]) for kind in ("products", "orthogonalisation", "alone")},
+        products=tuple(Rate(**rate) for rate in rates["products"]),
+        orthogonalisation=tuple(Rate(**rate) for rate in rates["orthogonalisation"]),
+        alone=tuple(Rate(**rate) for rate in rates["alone"]),
         inside=link(links.get("inside")),
         between=link(links.get("between")),
         exchange=exchange,
