@@ -168,12 +168,12 @@ def _elementwise(reader: RatesReader) -> ElementwiseRates:
 
 def _rate_of_shape(rates: Sequence[Rate], size: int, length: int) -> float:
     """The rate of the nearest shape, where square matrices count as measured at every size."""
-    size = max(1, size)  # a matrix may be empty
+    size, length = max(1, size), max(1, length)  # a matrix may be empty
     squares = [(rate.size, rate.flops_per_second) for rate in rates if rate.length is None]
-    nearest = (math.log(max(size, length) / size), rate_at(size, squares)) if squares else (math.inf, 0.0)
+    nearest = (length / size, rate_at(size, squares)) if squares else (math.inf, 0.0)
     for rate in rates:
         if rate.length is not None:
-            apart = max(abs(math.log(size / rate.size)), abs(math.log(max(size, length) / rate.length)))
+            apart = max(size / rate.size, rate.size / size, length / rate.length, rate.length / length)
             nearest = min(nearest, (apart, rate.flops_per_second), key=lambda pair: pair[0])
     return nearest[1]
 
