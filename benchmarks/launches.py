@@ -133,7 +133,7 @@ def counted_facts(counted: CountedStep, elements: int) -> dict[str, Any]:
         "batches": functions["normalise"] // 2,
         "batch_sizes": None,
         "host_seconds": counted.launches * SECONDS_PER_LAUNCH,
-        "bytes_per_element": counted.bytes_of("keep_momentum", "fill", "apply") / elements,
+        "bytes_per_element": counted.bytes_of("copy_momenta", "fill", "apply") / elements,
     }
 
 

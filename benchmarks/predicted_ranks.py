@@ -108,7 +108,7 @@ def main() -> None:
                 predict(plans[layout.name], calibration, averages=layout.data_parallel) for calibration in calibrations[-2:]
             ]
             predicted[layout.name].append(statistics.mean(prediction.seconds for prediction in around))
-            parts[layout.name].append(around[-1].parts)
+            parts[layout.name].append(around[-1].seconds_by_kind)
             measured[layout.name].append(statistics.median(times[layout.name].wall))
     for name, result in results.items():
         result |= {

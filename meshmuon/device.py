@@ -1,4 +1,4 @@
-"""What differs between a GPU and a CPU, behind one interface: streams, CUDA graphs, copies to host memory, devices.
+"""One interface to GPU and CPU: streams, CUDA graphs, copies to host memory, devices.
 
 Each class is the CPU's; the class that is derived from it is its CUDA twin. No CUDA twin has run on a GPU yet. A happens-before
 checker runs them on stand-ins for CUDA, and demands each of their waits: docs/proofs.md.
@@ -32,12 +32,12 @@ class CudaReplay:
     """Runs ``work`` on its first call and records it as a CUDA graph; later calls replay the graph.
 
     ``work`` must always read and write the same memory and must not wait for the device. If it cannot be recorded, later calls
-    run it, which gives the same bits. ``graphs`` are those with which it shares memory, and becomes one of them.
+    run it, which gives the same bits. ``graphs`` are those with which it shares memory; its own is added to them.
     """
 
     def __init__(self, work: Callable[[], None], graphs: Graphs) -> None:
         self._work, self._graphs = work, graphs
-        self._run: Callable[[], None] | None = None  # of later calls
+        self._run: Callable[[], None] | None = None  # what later calls run
 
     def __call__(self) -> None:
         if self._run is not None:
@@ -74,7 +74,7 @@ def replay_for(device: torch.device, work: Callable[[], None], graphs: Graphs | 
     return CudaReplay(work, graphs) if graphs is not None and device.type == "cuda" else work
 
 
-_SHORT_SUMS = {  # flags of torch that let products of a dtype add up in fewer than 32 bits
+_SHORT_SUMS = {  # flags of torch that let products of a dtype accumulate in fewer than 32 bits
     torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
     torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
 }
@@ -83,7 +83,7 @@ _PACKAGES = {"triton": ("triton", "pytorch-triton"), "cublas": ("nvidia-cublas",
 
 
 def wide_sums(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Inside, torch adds up products of ``dtype`` in 32 bits or more, whatever the user allows it elsewhere.
+    """A context in which torch accumulates products of ``dtype`` in 32 bits or more, whatever the user allows elsewhere.
 
     A CPU always does.
     """
@@ -124,27 +124,27 @@ def _library_versions() -> str:
 
 
 Mark: TypeAlias = Any
-"""A point in a stream of work: an event of a GPU, or nothing that a CPU would have to keep."""
+"""A point in a stream of work: an event on a GPU, None on a CPU."""
 
 
 class Streams:
-    """A main stream and a side stream of work, ordered by marks. On a CPU work runs when it is given, always in order."""
+    """A main stream and a side stream of work, ordered by marks. On a CPU work runs at once, in order."""
 
     def main_mark(self) -> Mark:
-        """The end of what the main stream has been given so far."""
+        """Marks the end of the work on the main stream so far."""
         return None
 
     def side_mark(self) -> Mark:
-        """The end of what the side stream has been given so far."""
+        """Marks the end of the work on the side stream so far."""
         return None
 
     @contextmanager
-    def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
+    def on_side_stream(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
         """Runs the work inside on the side stream, after ``after``; the main stream may free ``uses`` meanwhile."""
         yield
 
     def main_waits(self, mark: Mark) -> None:
-        """What the main stream is given next runs after ``mark``."""
+        """Later work on the main stream runs after ``mark``."""
 
 
 class CudaStreams(Streams):
@@ -161,7 +161,7 @@ class CudaStreams(Streams):
         return self._side.record_event()
 
     @contextmanager
-    def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
+    def on_side_stream(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
         self._side.wait_event(after)
         for tensor in uses:
             if tensor.device.type == "cuda":  # the host is done with its own memory when it frees it
@@ -242,10 +242,10 @@ def transfers_for(device: torch.device) -> Transfers:
 
 
 class Stopwatch:
-    """Measures how long work takes, where it is done: on a CPU, when it is given."""
+    """Measures how long work takes on its device."""
 
     def now(self) -> Mark:
-        """The end of what the current stream has been given so far, as a point in time."""
+        """Marks the end of the work on the current stream so far, as a point in time."""
         return time.perf_counter()
 
     def seconds(self, begin: Mark, end: Mark) -> float | None:
@@ -309,7 +309,7 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def device_name(device: torch.device) -> str:
-    """What a GPU calls itself; empty for other devices."""
+    """The name of a GPU; empty for other devices."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
 
 
@@ -348,16 +348,16 @@ class Hardware:
             self._module.set_device(device)
 
     def finish(self, device: torch.device) -> None:
-        """Returns once ``device`` has done all that it was given."""
+        """Waits for all work on ``device``."""
         self._module.synchronize(device)
 
     def runs_now(self, device: torch.device) -> bool:
-        """Whether ``device`` runs what it is given now. What is captured as a graph is not run, and cannot be timed."""
+        """Whether ``device`` runs work now. Work that is captured as a graph does not run, and cannot be timed."""
         capturing = getattr(self._module, "is_current_stream_capturing", None)
         return capturing is None or not capturing()
 
     def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
-        """How long ``device`` takes for ``work``, which is given to it on the current stream."""
+        """Seconds that ``device`` takes for ``work``, issued on the current stream."""
         if self._is_cpu:
             began = time.perf_counter()
             work()
@@ -372,7 +372,7 @@ class Hardware:
 
     @lru_cache(maxsize=64)  # noqa: B019 - one object per type of device, kept for the life of the process
     def name(self, device: torch.device) -> str:
-        """What the vendor calls it."""
+        """The vendor's name of it."""
         if self._is_cpu:
             return cpu_info().get("model name") or platform.machine()
         return str(self._module.get_device_name(device)) if hasattr(self._module, "get_device_name") else str(device)
@@ -391,7 +391,7 @@ class Hardware:
         return ", ".join(texts)
 
     def peers(self) -> tuple[int, int] | None:
-        """How many pairs of devices reach each other's memory, and how many pairs there are; None if torch cannot tell."""
+        """Number of pairs of devices with peer access, and of all pairs; None if torch cannot tell."""
         if not hasattr(self._module, "can_device_access_peer"):
             return None
         pairs = [(i, j) for i in range(self.count()) for j in range(self.count()) if i != j]

@@ -78,7 +78,7 @@ class Offload:
 
     def __init__(self, *, on: bool = False) -> None:
         self.on = on
-        self._inside = False  # a step is under way
+        self._inside = False  # a step is running
         self._pools: list[_Pool] = []
 
     def turn_on(self, states: _States) -> None:

@@ -70,7 +70,7 @@ class Calibration:
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step; predictions for CPUs use it
     host_seconds_per_step: float  # what a step takes beside its matrices or, on a GPU, launches, and beside its exchanges
     elementwise: ElementwiseRates | None = None  # None in files that were written before it was measured
-    exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU; None likewise
+    exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU, else None
     copies: LinkRate | None = None  # between the memory of a device and pinned memory of its host; None on CPU
     seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
     host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU and in older files

@@ -379,8 +379,8 @@ def measure_step(context: Context) -> Finding:
     if calibration is None:
         return Finding(f"{text}; without the other measurements there is no prediction", figures=figures)
     predicted = predict(optimizer.plan(), calibration)
-    figures |= {"predicted_seconds": predicted.seconds, "prediction": predicted.parts}
-    parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted.parts.items())
+    figures |= {"predicted_seconds": predicted.seconds, "prediction": predicted.seconds_by_kind}
+    parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted.seconds_by_kind.items())
     text += f"; predicted {1e3 * predicted.seconds:.1f} ms ({parts}): {seconds / predicted.seconds:.2f} of it"
     return Finding(text + remark_on_prediction(seconds / predicted.seconds), figures=figures)
 

@@ -21,7 +21,7 @@ from .runs import Outcome, run_program
 ROOT = Path(meshmuon.__file__).parent
 # What orders work of different streams, or the host behind a stream, and what protects memory that several streams use.
 _STATEMENTS = {"wait", "wait_stream", "wait_event", "main_waits", "record_stream", "synchronize", "settle", "wait_for"}
-_SWITCHES = {"stream", "beside"}
+_SWITCHES = {"stream", "on_side_stream"}
 _MARKS = {"main_mark", "side_mark", "record_event"}
 _ARGUMENTS = {"non_blocking", "pin_memory"}  # without them, the host waits for a copy
 # Waits for gloo and for connections, in host memory; between steps; for a measurement. Files, or functions of a file.

@@ -176,7 +176,7 @@ def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
     prediction, piece = predict(plan, replace(MEASURED, between=None)), 2**20 // 4
     # An owner receives three pieces of its matrix and sends one of the other, and the other way round. Cores do both in turn.
     moved = (3 + 1) / 2 * 2 * piece
-    assert prediction.parts == pytest.approx(
+    assert prediction.seconds_by_kind == pytest.approx(
         {
             "host": 1e-3,
             "momentum": 2 * 5e-6 + 2 * piece * 3e-9,
@@ -186,8 +186,8 @@ def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
             "update": 2 * 5e-6 + 2 * piece * 2e-9,
         }
     )
-    assert prediction.seconds == pytest.approx(sum(prediction.parts.values()))
-    assert predict(plan, MEASURED).parts["gather"] == pytest.approx(1e-5 + moved / 2e9)  # one of several nodes
+    assert prediction.seconds == pytest.approx(sum(prediction.seconds_by_kind.values()))
+    assert predict(plan, MEASURED).seconds_by_kind["gather"] == pytest.approx(1e-5 + moved / 2e9)  # one of several nodes
 
 
 def test_an_exchange_takes_the_time_of_cores_alone() -> None:

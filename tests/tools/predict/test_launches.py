@@ -128,8 +128,8 @@ def test_a_guarded_step_launches_as_much_for_many_gradients_as_for_few() -> None
     few, many = (count_launches(program(weights(count), nonfinite="skip"))[0] for count in (8, 24))
     assert few.launches == many.launches <= 77
     elements = sum(part.param.numel() // 2 for part in few.step_params)
-    assert few.bytes_of("keep_momentum") == 4 * elements
-    assert few.bytes_of("keep_momentum", "fill", "apply") <= 22.1 * elements
+    assert few.bytes_of("copy_momenta") == 4 * elements
+    assert few.bytes_of("copy_momenta", "fill", "apply") <= 22.1 * elements
 
 
 def test_code_of_the_user_and_unknown_schemes() -> None:
