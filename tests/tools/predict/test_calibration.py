@@ -165,7 +165,7 @@ def test_a_batch_takes_a_single_matrix_and_the_others(shape: tuple[int, int], co
     experts = entry("experts", (count, *shape), line(1), (Replicated(),), stack_dims=1, flops=10**9)
     plan = make_plan([experts], options_for(cost=calibration.cost_model()))
     elementwise = count * (1e-5 + 5e-9 * math.prod(shape))
-    assert predict(plan, calibration).parts["local"] == pytest.approx(seconds + elementwise)
+    assert predict(plan, calibration).seconds_by_kind["local"] == pytest.approx(seconds + elementwise)
 
 
 def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
