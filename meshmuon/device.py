@@ -9,10 +9,11 @@ from __future__ import annotations
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -123,6 +124,9 @@ def _library_versions() -> str:
     return ", ".join(f"{library}={number}" for library, number in found.items())
 
 
+_LARGEST_PORTION = 256  # tensors; bounds the time of dividing thousands of them
+_BYTES_PER_COPY = 1 << 18  # that one more copy per step must save: about what is copied in the time of a launch
+
 Mark: TypeAlias = Any
 """A point in a stream of work: an event on a GPU, None on a CPU."""
 
@@ -184,13 +188,23 @@ class Transfers:
         """Flat host memory for copies to and from the device."""
         return torch.empty(size, dtype=dtype, device="cpu")
 
+    def portions(self, sizes: Sequence[int]) -> list[int]:
+        """How many tensors each host buffer should take of consecutive ones of ``sizes`` bytes."""
+        return [len(sizes)]
+
     def store(self, host: Tensor, device: Tensor) -> None:
         """Starts copying ``device`` to ``host``, after what the device has been given so far; ``device`` may be freed at once."""
         host.copy_(device)
 
-    def load(self, device: Tensor, host: Tensor) -> None:
-        """Starts copying ``host`` to ``device``; what the device is given next finds it there."""
+    def load(self, device: Tensor, host: Tensor, *, waits: bool = True) -> Mark:
+        """Starts copying ``host`` to ``device``; what the device is given next finds it there.
+
+        With ``waits=False`` it finds it there only after ``wait`` for what is returned here.
+        """
         device.copy_(host)
+
+    def wait(self, loaded: Mark) -> None:
+        """What the device is given next finds there what was loaded."""
 
     def settle(self) -> None:
         """Returns once the host may read what was stored."""
@@ -215,17 +229,39 @@ class CudaTransfers(Transfers):
         # The host continues only during copies of pinned memory.
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
 
+    def portions(self, sizes: Sequence[int]) -> list[int]:
+        """Such that as few bytes as possible are pinned: torch rounds every buffer up to a power of two.
+
+        ``least[n]`` is what the first n tensors need, and ``last[n]`` how many of them are in their last buffer.
+        """
+        least, last = [0], [0]
+        for stop in range(1, len(sizes) + 1):
+            together = accumulate(reversed(sizes[max(0, stop - _LARGEST_PORTION) : stop]))
+            costs = [least[stop - count] + pinned_bytes(size) for count, size in enumerate(together, start=1)]
+            least.append(min(costs) + _BYTES_PER_COPY)
+            last.append(1 + costs.index(min(costs)))
+        counts: list[int] = []
+        while sum(counts) < len(sizes):
+            counts.insert(0, last[len(sizes) - sum(counts)])
+        return counts
+
     def store(self, host: Tensor, device: Tensor) -> None:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             host.copy_(device, non_blocking=True)
         device.record_stream(self._side)  # its memory is not reused before the copy is done
 
-    def load(self, device: Tensor, host: Tensor) -> None:
+    def load(self, device: Tensor, host: Tensor, *, waits: bool = True) -> Mark:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             device.copy_(host, non_blocking=True)
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        loaded = self._side.record_event()
+        if waits:
+            self.wait(loaded)
+        return loaded
+
+    def wait(self, loaded: Mark) -> None:
+        torch.cuda.current_stream(self._device).wait_event(loaded)
 
     def settle(self) -> None:
         self._side.synchronize()
@@ -235,6 +271,11 @@ class CudaTransfers(Transfers):
 
     def done(self, mark: Mark) -> bool:
         return bool(mark.query())
+
+
+def pinned_bytes(size: int) -> int:
+    """What torch pins for a buffer of ``size`` bytes."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def transfers_for(device: torch.device) -> Transfers:

@@ -211,9 +211,10 @@ def round_stochastically(numbers: Tensor, words: RandomWords, scratch: RoundingS
 def advance_counters(counters: Iterable[Tensor | None], skip_mask: Tensor | None) -> None:
     """Counts a step of the parameters with these counters; not if ``skip_mask``, a boolean on a device, is true."""
     counts = [counter[1:] for counter in dict.fromkeys(counters) if counter is not None]
-    if skip_mask is None and counts:
-        torch._foreach_add_(counts, 1)
-    elif skip_mask is not None:
+    if skip_mask is None:
+        for device in dict.fromkeys(count.device for count in counts):  # weights may be in host memory beside others
+            torch._foreach_add_([count for count in counts if count.device == device], 1)
+    else:
         for count in counts:
             count.add_(copy_to((~skip_mask).long(), count.device))
 

@@ -133,7 +133,7 @@ class MuonStep(torch.optim.Optimizer):
     @contextmanager
     def _resident_state(self, failure: KeptError) -> Iterator[None]:
         """Around a step: has the state on its devices, and ends what the step has begun, also if it fails."""
-        with self._offload.resident(self.state, failure):
+        with self._offload.resident(self.state, failure, adamw_later=True):
             try:
                 yield
             finally:
@@ -314,6 +314,7 @@ class MuonStep(torch.optim.Optimizer):
         self._executor.elementwise.fill_if(gradients, step.skip_mask, -0.0)
 
     def _adamw_step(self, step: StepContext) -> None:
+        self._offload.wait_for_adamw()
         before, step.would_diverge = step.would_diverge, True  # if it fails, the other ranks have stepped and this one has not
         indices_by_group: dict[int, list[int]] = {}
         for k, record in enumerate(step.records):

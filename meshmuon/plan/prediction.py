@@ -71,9 +71,9 @@ class _Seconds:
         """Seconds per matrix of a parameter in a batch, and the additional seconds of the first one."""
         planned = self._plan.params[param]
         for one in planned.sharded_matrices(planned.layouts[0])[:1]:
-            size = min(one.rows, one.cols)
-            in_batch = planned.flops / self._machine.orthogonalisation_rate(size)
-            return in_batch, planned.flops / self._machine.rate_alone(size) - in_batch
+            sides = sorted((one.rows, one.cols))
+            in_batch = planned.flops / self._machine.orthogonalisation_rate(*sides)
+            return in_batch, planned.flops / self._machine.rate_alone(*sides) - in_batch
         return 0.0, 0.0
 
     def _copied(self, task: Task) -> float:

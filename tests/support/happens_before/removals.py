@@ -200,7 +200,7 @@ ATTENTION = tuple(ProgramParam(f"layers.0.self_attn.{name}_proj.weight", (HEADS 
 RULED = {"rule": "normuon", "nesterov": False}
 SCENARIOS = {
     "waves": scenario((2,), weights(5, S0), IN_TURNS | RULED),
-    "offload": scenario((1,), weights(2), events=((1, "offload"), (2, "grow"), (2, "save"))),
+    "offload": scenario((1,), (*weights(2), BIAS), events=((1, "offload"), (2, "grow"), (2, "save"))),
     "a copy of an offloaded optimizer": scenario((1,), weights(1), steps=3, events=((1, "offload"), (3, "copy"))),
     "DistMuon": scenario((2,), (*weights(3), BIAS), {"chunk_size": 1}, optimizer="DistMuon"),
     # AdamW's reductions would order the last exchange, too.
