@@ -29,6 +29,7 @@ class RankProgram:
     waves: tuple[RankWave, ...] = ()  # what is exchanged, wave by wave
     in_flight: int = 1  # most waves between their first and their last exchange
     gathered_ahead: int | None = None  # as in ``pipeline_order``
+    first_computes_last: bool = False  # as there
     local: tuple[LocalBatch, ...] = ()  # what needs no exchange
     staged: tuple[StagedBatch, ...] = ()  # what needs none, and whose weights are in host memory
     rule_states: tuple[RuleStateExchange, ...] = ()  # the rule state of the matrices that are exchanged, one per device and dtype
@@ -62,6 +63,7 @@ class RankProgramBuilder(ProgramBuilder):
         return RankProgram(
             waves=tuple(waves),
             in_flight=self.plan.options.in_flight,
+            first_computes_last=self.plan.first_computes_last,
             local=tuple(local),
             staged=tuple(staged),
             rule_states=tuple(rule_state_exchanges(self, owned_rule_state)),

@@ -149,7 +149,13 @@ class Executor(StepExecutor):
             finish_all(unfinished)
 
         advance(rule_states)
-        run_pipeline(waves, program.in_flight, local, before_last_results, gathered_ahead=program.gathered_ahead)
+        order = pipeline_order(
+            len(waves),
+            program.in_flight,
+            gathered_ahead=program.gathered_ahead,
+            first_computes_last=program.first_computes_last,
+        )
+        run_pipeline(waves, order, local, before_last_results)
         finish_all(rule_states)
         streams.main_waits(streams.side_mark())
         step.free_gradients(program.freed_at_end)  # the main stream may now reuse what the side stream has read
@@ -173,17 +179,15 @@ class _NoExchange:
 
 def run_pipeline(
     waves: Sequence[Iterator[None]],
-    in_flight: int,
+    order: Iterable[tuple[Action, int]],
     local: Callable[[], None],
     during_last_scatter: Callable[[], None],
-    *,
-    gathered_ahead: int | None = None,
 ) -> None:
-    """Runs all waves, ``local`` and ``during_last_scatter`` in the order of ``pipeline_order``.
+    """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` has found.
 
     The waves are generators that yield twice: after sending their pieces, and after sending their results.
     """
-    for action, wave in pipeline_order(len(waves), in_flight, gathered_ahead=gathered_ahead):
+    for action, wave in order:
         if action is Action.LOCAL:
             local()
         elif action is Action.DURING_LAST_SCATTER:

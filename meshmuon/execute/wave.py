@@ -7,6 +7,7 @@ two exchanges has started, so that other waves can work meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,12 +60,15 @@ class Wave:
             gather = self.gather.start(step, "gather")
         step.free_gradients(self.frees)
         yield
-        with observer.phase("gather", waits=True):
-            # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
-            gather.wait()
-        for batch in self.owned_batches:
-            batch.run(step)
-        scatter = self.scatter.start(step, "scatter")
+        # A rank that owns nothing here passes on its exchanges beside the main stream: the others do not wait for what it
+        # computes in another wave.
+        with nullcontext() if self.owned_batches else streams.beside(step.ready):
+            with observer.phase("gather", waits=True):
+                # An exchange runs after what its stream was given before it: the main stream waits for the side stream, too.
+                gather.wait()
+            for batch in self.owned_batches:
+                batch.run(step)
+            scatter = self.scatter.start(step, "scatter")
         yield
         with streams.beside(step.ready):  # what the side stream has already seen: ``scatter.wait`` adds the rest
             with observer.phase("scatter", waits=True):

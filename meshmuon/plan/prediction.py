@@ -53,6 +53,7 @@ class _Seconds:
         else:
             self._per_held = momentum, update
             self._per_owned = 2 * copy  # pieces to matrices, and back
+        self._of_kind: dict[tuple[int, int], tuple[float, float]] = {}  # hundreds of parameters are of a few kinds
         self._of_matrix = [self._matrix(k) for k in range(len(plan.params))]
         self._work = [dict.fromkeys(plan.ranks, 0.0) for _ in plan.wave_lanes]
         self._copying = [0.0] * len(plan.wave_lanes)  # seconds per element in each direction; a wave is of one lane
@@ -71,9 +72,11 @@ class _Seconds:
         """Seconds in which one matrix of a parameter is orthogonalised in a batch, and what the first of a batch adds to them."""
         planned = self._plan.params[param]
         for one in planned.sharded_matrices(planned.layouts[0])[:1]:
-            size = min(one.rows, one.cols)
-            in_batch = planned.flops / self._machine.orthogonalisation_rate(size)
-            return in_batch, planned.flops / self._machine.rate_alone(size) - in_batch
+            kind = planned.flops, min(one.rows, one.cols)
+            if kind not in self._of_kind:
+                in_batch = kind[0] / self._machine.orthogonalisation_rate(kind[1])
+                self._of_kind[kind] = in_batch, kind[0] / self._machine.rate_alone(kind[1]) - in_batch
+            return self._of_kind[kind]
         return 0.0, 0.0
 
     def _copied(self, task: Task) -> float:
@@ -116,6 +119,8 @@ class _Seconds:
             host_ahead=[machine.host_seconds_per_step + per_launch * count for count in launches] or nothing,
             launches=launches,
             slower_beside_exchange=machine.slower_beside_exchange,
+            first_computes_last=plan.first_computes_last and not self._averages,
+            only_owners_wait=not self._on_cores and not self._averages,
         )
 
     def _wave(self, wave: int) -> WaveSeconds:

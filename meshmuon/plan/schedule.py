@@ -21,7 +21,9 @@ class Action(Enum):
     FINISH = "a wave applies the results that it receives"
 
 
-def pipeline_order(count: int, in_flight: int, *, gathered_ahead: int | None = None) -> Iterator[tuple[Action, int]]:
+def pipeline_order(
+    count: int, in_flight: int, *, gathered_ahead: int | None = None, first_computes_last: bool = False
+) -> Iterator[tuple[Action, int]]:
     """Every action of a step with ``count`` waves, and the wave that it belongs to (0 for ``LOCAL`` and ``DURING_LAST_SCATTER``).
 
     While one wave computes, the next ones gather and the ones before it scatter. Four waves, three in flight: gather 0, gather 1,
@@ -31,7 +33,11 @@ def pipeline_order(count: int, in_flight: int, *, gathered_ahead: int | None = N
         count: number of waves.
         in_flight: most waves between their first and their last exchange.
         gathered_ahead: most waves that have sent their pieces and not computed; by default ``most_gathered_ahead(in_flight)``.
+        first_computes_last: wave 0, of few owners with long work, computes and finishes after all others, so that no other
+            scatter stands behind its work. All waves must be in flight: its buffers are free only at the end.
     """
+    assert not first_computes_last or 2 <= count <= in_flight
+    turns = [*range(1, count), 0] if first_computes_last else range(count)
     most_ahead = most_gathered_ahead(in_flight) if gathered_ahead is None else gathered_ahead
     gathered = computed = finished = 0  # waves that have had each of their turns
 
@@ -44,17 +50,17 @@ def pipeline_order(count: int, in_flight: int, *, gathered_ahead: int | None = N
     yield from gather()
     yield Action.LOCAL, 0
     while computed < gathered:
-        yield Action.COMPUTE, computed
+        yield Action.COMPUTE, turns[computed]
         computed += 1
         yield from gather()
         # Only a finished wave makes room for another. A wave is finished only when its buffers are needed, since its scatter may
         # still be queued behind other exchanges. The wave that computed last is finished only if no other is ready to compute.
         while gathered < count and gathered - computed < most_ahead and (computed - finished > 1 or gathered == computed):
-            yield Action.FINISH, finished
+            yield Action.FINISH, turns[finished]
             finished += 1
             yield from gather()
     yield Action.DURING_LAST_SCATTER, 0
-    for wave in range(finished, count):
+    for wave in turns[finished:]:
         yield Action.FINISH, wave
 
 
