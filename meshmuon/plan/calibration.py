@@ -173,7 +173,8 @@ def rate_at(size: int, points: Iterable[tuple[int, float]]) -> float:
     for (low, at_low), (high, at_high) in pairwise(ordered):
         if size <= high:
             share = math.log(size / low) / math.log(high / low)
-            return float(at_low * (at_high / at_low) ** share)
+            rate = at_low * (at_high / at_low) ** share
+            return float(f"{rate:.9g}")  # the last bit differs between mathematical libraries, and plans must not
     return ordered[-1][1]
 
 

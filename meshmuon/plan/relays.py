@@ -117,7 +117,7 @@ def relay_buffers(waves: Sequence[tuple[WaveHops, int]]) -> list[int]:
     """Bytes of the buffers between hops on every rank, from the hops of waves and the slots that they use.
 
     Waves take turns in the buffers of the first hop of their slot. The other hops have one set of buffers for all gathers, and
-    one for all scatters, since only one of each is waited for at a time (``meshmuon/execute/relayed.py``).
+    one for all scatters, since only one of each is waited for at a time (``meshmuon/execute/buffers.py``).
     """
     largest: dict[tuple[int | str, ...], list[int]] = {}
     for hops, slot in waves:

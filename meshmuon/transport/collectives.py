@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from .host_channel import HostChannel, PendingRounds, Rounds, open_channel
 from .plain_data import from_bytes, to_bytes
 
 _T = TypeVar("_T")
+_votes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Tensor]] = weakref.WeakKeyDictionary()  # memory, by its length
 
 
 def channel_of(group: dist.ProcessGroup) -> HostChannel | None:
@@ -72,8 +74,13 @@ def start_maximum(words: tuple[int, ...], group: dist.ProcessGroup) -> PendingRo
 def _reduced(words: tuple[int, ...], group: dist.ProcessGroup) -> Rounds[tuple[int, ...]]:
     """By an all-reduce of the group, which waits at once, where there is no channel."""
     yield from ()
-    with torch.inference_mode(False):
-        reduced = torch.tensor(words, device=object_device(group))
+    of_group = _votes.setdefault(group, {})
+    if len(words) not in of_group:
+        with torch.inference_mode(False):
+            of_group[len(words)] = torch.empty(len(words), dtype=torch.int64, device=object_device(group))
+    reduced = of_group[len(words)]
+    for k, word in enumerate(words):
+        reduced[k].fill_(word)
     reduce_largest(reduced, group, phase="agreement")
     return tuple(reduced.tolist())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from hypothesis import given
 
 from meshmuon.layout import Mesh, Replicated, Sharded
 from meshmuon.plan import Calibration, Nodes, Plan, PlannedParam, PlanOptions, choose_plan, make_plan
+from meshmuon.plan.calibration import rate_at
 from meshmuon.plan.machines import Machine, machine_like, machine_names
 from meshmuon.plan.prediction import step_timeline
 from tests.support.plans import entry, random_entries, random_nodes, random_options, ranks_of, seeds
@@ -110,3 +112,10 @@ def test_devices_find_their_machine_by_name() -> None:
         assert machine is not None
         assert machine.name == name
     assert machine_like("an unknown device") is None
+
+
+def test_rates_do_not_depend_on_the_last_bit_of_a_logarithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = math.log
+    expected = [rate_at(size, [(64, 1e10), (8192, 7e14)]) for size in range(64, 8192, 97)]
+    monkeypatch.setattr(math, "log", lambda value: math.nextafter(log(value), math.inf))
+    assert expected == [rate_at(size, [(64, 1e10), (8192, 7e14)]) for size in range(64, 8192, 97)]

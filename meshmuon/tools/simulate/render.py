@@ -95,7 +95,8 @@ def _summary(report: Figures) -> TextSection:
         ),
         (
             "optimizer step",
-            f"{seconds_text(step.seconds)} in {waves}, {flops_text(step.flops)} in all; on rank {step.rank}:",
+            f"{seconds_text(step.seconds)} in {waves}, {step.seconds / (step.bound or 1.0):.2f} of their bound; "
+            f"{flops_text(step.flops)} in all; on rank {step.rank}:",
         ),
         *((f"  {name}", text) for name, text in _parts(step) if text),
         (
