@@ -153,7 +153,7 @@ class Executor(StepExecutor):
             len(waves),
             program.in_flight,
             gathered_ahead=program.gathered_ahead,
-            first_computes_last=program.first_computes_last,
+            first_sends_last=program.first_sends_last,
         )
         run_pipeline(waves, order, local, before_last_results)
         finish_all(rule_states)

@@ -1,7 +1,7 @@
 """One wave on one rank: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates.
 
 A matrix that is whole on its rank needs no exchange: ``LocalBatch``. A wave is a generator that yields twice, after each of its
-two exchanges has started, so that other waves can work meanwhile.
+two exchanges has started, so that other waves can work meanwhile; three times if it sends its results in a turn of their own.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class Wave:
     fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
     repeated: frozenset[MatrixKey]  # matrices of the plan that several ranks compute, for different holders
     shared: Sequence[int]  # the parameters that all ranks know of, in an order that is the same on all of them
+    # Gathers are waited for beside the main stream, where a rank without matrices of the wave starts the scatter, too: the others
+    # do not wait for what it computes in another wave. All waves are in flight, none is finished before the last has computed.
+    beside: bool = False
+    sends_last: bool = False  # the results are sent in a turn of their own
     stage: Stage | None = None  # between the buffers that the views are of and those that travel; None where they are the same
 
     def run(self, step: RunningStep) -> Iterator[None]:
@@ -60,14 +64,16 @@ class Wave:
             gather = self.gather.start(step, "gather")
         step.free_gradients(self.frees)
         yield
-        # A rank that owns nothing here passes on its exchanges beside the main stream: the others do not wait for what it
-        # computes in another wave.
-        with nullcontext() if self.owned_batches else streams.beside(step.ready):
-            with observer.phase("gather", waits=True):
-                # An exchange runs after what its stream was given before it: the main stream waits for the side stream, too.
-                gather.wait()
-            for batch in self.owned_batches:
-                batch.run(step)
+        with streams.beside(step.ready) if self.beside else nullcontext(), observer.phase("gather", waits=True):
+            # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
+            gather.wait()
+        if self.beside and self.owned_batches:
+            streams.main_waits(streams.side_mark())
+        for batch in self.owned_batches:
+            batch.run(step)
+        if self.sends_last:
+            yield
+        with streams.beside(step.ready) if self.beside and not self.owned_batches else nullcontext():
             scatter = self.scatter.start(step, "scatter")
         yield
         with streams.beside(step.ready):  # what the side stream has already seen: ``scatter.wait`` adds the rest

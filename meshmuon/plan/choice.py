@@ -19,7 +19,7 @@ _MOST_COMPARED = 40  # plans; fewer for large models, where each takes a second
 _MOST_TASKS_COMPARED = 200_000  # over all plans
 _MOST_IN_FLIGHT = 16
 _MANY_PEERS = 256  # with which relays may be faster
-_FEW = 8  # ranks for each that may have a matrix in the wave that computes last
+_FEW = 8  # ranks for each that may have a matrix in the wave that scatters last
 _WORTH_ALL_MEMORY = 0.02  # of a step: what the exchange buffers must gain if they take as much as they may
 _FASTER = 0.995  # of the seconds so far: what gains less is no reason for another plan
 

@@ -20,7 +20,7 @@ NO_WAVE = -1
 Replicas: TypeAlias = Literal["auto", "share", "repeat"]
 REPLICA_OPTIONS = get_args(Replicas)
 Heavy: TypeAlias = Literal["first", "aside"]
-"""Before an owner's other matrices; or, with all others of that owner, in a wave that gathers first and computes last."""
+"""Before an owner's other matrices; or, with all others of that owner, in a wave that gathers first and scatters last."""
 DEFAULT_IN_FLIGHT = 6
 DEFAULT_MAX_PEERS = 1024  # per rank and wave; beyond it, exchanges between nodes go through relays
 

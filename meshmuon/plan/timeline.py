@@ -58,8 +58,7 @@ class StepSeconds:
     host_ahead: Seconds = ()  # of a host that issues work for its device: the step ends when both have ended
     launches: Sequence[int] = ()  # kernels that it issues; empty on CPU
     slower_beside_exchange: float = 0.0  # what orthogonalising takes longer while the links are busy, as a share
-    first_computes_last: bool = False  # as in ``pipeline_order``
-    only_owners_wait: bool = False  # a rank that owns nothing in a wave does not hold it up, whatever it computes meanwhile
+    first_sends_last: bool = False  # as in ``pipeline_order``; a rank that owns nothing in a wave then does not hold it up
 
 
 class Phase(NamedTuple):
@@ -187,11 +186,14 @@ class Timeline:
 def timeline_of(step: StepSeconds) -> Timeline:
     walk = _Walk(step)
     walk.work("host", None, step.host)
+    # On links, where the order says so, only owners wait for a gather, and are waited for: the others send beside their work.
+    beside = step.first_sends_last and step.busy == 0.0
+    owners = [[not beside or seconds > 0 for seconds in wave.orthogonalise] for wave in step.waves]
     order = pipeline_order(
         len(step.waves),
         max(1, step.in_flight),
         gathered_ahead=step.gathered_ahead,
-        first_computes_last=step.first_computes_last,
+        first_sends_last=step.first_sends_last,
     )
     for action, wave in order:
         if action is Action.LOCAL:
@@ -202,11 +204,12 @@ def timeline_of(step: StepSeconds) -> Timeline:
             walk.work("momentum", wave, step.waves[wave].momentum)
             walk.send("gather", wave, step.waves[wave].gather)
         elif action is Action.COMPUTE:
-            owned = step.waves[wave].orthogonalise
-            owns = [not step.only_owners_wait or seconds > 0 for seconds in owned]
-            walk.wait("gather", wave, owns)
-            walk.orthogonalise("orthogonalise", wave, owned)
-            walk.send("scatter", wave, step.waves[wave].scatter, owns)
+            walk.wait("gather", wave, owners[wave])
+            walk.orthogonalise("orthogonalise", wave, step.waves[wave].orthogonalise)
+            if wave or not step.first_sends_last:
+                walk.send("scatter", wave, step.waves[wave].scatter, owners[wave])
+        elif action is Action.SEND:
+            walk.send("scatter", wave, step.waves[wave].scatter, owners[wave])
         else:
             walk.wait("scatter", wave)
             walk.work("update", wave, step.waves[wave].update)
