@@ -185,7 +185,8 @@ def run_pipeline(
 ) -> None:
     """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` has found.
 
-    The waves are generators that yield twice: after sending their pieces, and after sending their results.
+    The waves are generators that yield twice: after sending their pieces, and after sending their results; one that sends these
+    in a turn of its own yields before it as well.
     """
     for action, wave in order:
         if action is Action.LOCAL:

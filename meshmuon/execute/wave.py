@@ -52,7 +52,7 @@ class Wave:
 
     def run(self, step: RunningStep) -> Iterator[None]:
         if self.params <= step.idle:
-            yield from (None, None)
+            yield from (None,) * (3 if self.sends_last else 2)
             return
         observer, streams = step.observer, step.streams
         with streams.beside(step.ready, step.freed_gradients(self.frees)), observer.phase("momentum"):

@@ -109,10 +109,11 @@ class Timeline:
             links = sum(wave.gather[k] + wave.scatter[k] for wave in step.waves)
             work = step.host[k] + step.local[k] + step.adamw[k] + step.busy * links
             work += sum(wave.momentum[k] + wave.orthogonalise[k] + wave.update[k] for wave in step.waves)
-            if step.waves:
+            if step.waves and (not step.first_sends_last or any(wave.orthogonalise[k] for wave in step.waves)):
+                last = 0 if step.first_sends_last else len(step.waves) - 1
                 before, after = step.local[k] + sum(w.momentum[k] for w in step.waves[1:]), step.adamw[k]
-                after += sum(w.update[k] for w in step.waves[:-1])
-                edges = max(0.0, step.waves[0].gather[k] - before) + max(0.0, step.waves[-1].scatter[k] - after)
+                after += sum(w.update[k] for number, w in enumerate(step.waves) if number != last)
+                edges = max(0.0, step.waves[0].gather[k] - before) + max(0.0, step.waves[last].scatter[k] - after)
                 work += (1 - step.busy) * edges
             parts = ((w.momentum[k], w.gather[k], w.orthogonalise[k], w.scatter[k], w.update[k]) for w in step.waves)
             bound = max(bound, links, work, step.host[k] + max(map(sum, parts), default=0.0))
