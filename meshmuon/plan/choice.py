@@ -34,10 +34,11 @@ def choose_plan(
 ) -> Plan:
     """The fastest plan by the rates of a machine; a pure function of its arguments.
 
-    It starts from the plan of ``make_plan`` and changes one thing at a time, keeping what makes the predicted step shorter: which
-    matrices replicas share (if ``replicas`` is "auto"), the memory of a wave, the waves in flight, the number of waves, whether
-    exchanges between nodes go through relays. ``most_buffer_bytes`` limits the exchange buffers of a rank where the user has set
-    no memory for them; None if ``options.budget`` and ``options.in_flight`` are the user's. ``averages`` is for ``DistMuon``.
+    It starts from the plan of ``make_plan`` and changes one thing at a time, keeping what makes the predicted step shorter:
+    which matrices replicas share (if ``replicas`` is "auto"), the memory of a wave, the waves in flight, the number of waves,
+    when heavy matrices have their turn, whether exchanges between nodes go through relays. ``most_buffer_bytes`` limits the
+    exchange buffers of a rank where the user has set no memory for them; None if ``options.budget`` and ``options.in_flight``
+    are the user's. ``averages`` is for ``DistMuon``.
     """
     if options.chunk_size > 0:  # which decides alone
         return make_plan(params, options)

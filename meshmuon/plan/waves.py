@@ -36,6 +36,10 @@ def cut_into_waves(
     5. one wave in flight, with one matrix per owner, whatever it takes.
 
     Where ``chunk_size`` is given, it alone decides.
+
+    An owner's matrices are in order of shape or, if ``heavy`` is "first", of cost. If it is "aside", owners of a matrix that
+    costs half of a rank's average or more have all of theirs in wave 0, and the others have theirs in the other waves; not
+    where a wave has one matrix per owner.
     """
     lanes: dict[Hashable, list[int]] = {}  # lane → its tasks
     for k, task in enumerate(tasks):

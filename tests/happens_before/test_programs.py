@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from meshmuon.agree import local_planner
 from meshmuon.device import Streams
 from meshmuon.execute import build, executor
-from meshmuon.plan import CostModel, make_plan
 from tests.support.happens_before.programs import EVENTS, Program, ProgramParam, random_program
+from tests.support.happens_before.removals import SCENARIOS
 from tests.support.happens_before.runs import check, run_program
 from tests.support.happens_before.twin_tensor import TwinTensor
 
@@ -158,23 +157,16 @@ def test_a_host_that_reads_a_skip_mask_waits() -> None:
 
 @pytest.mark.parametrize("relays", [False, True])
 @pytest.mark.parametrize("in_host", [False, True])
-def test_a_wave_that_sends_last(in_host: bool, relays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wave_that_sends_last(in_host: bool, relays: bool) -> None:
     """The owner of the long matrix computes it on its main stream, and passes on all other waves beside it."""
-    plans = []
-
-    def aside(params: Any, options: Any) -> Any:
-        plans.append(make_plan(params, replace(options, heavy="aside")))
-        return plans[-1]
-
-    shapes = [(64, 64), *((16, 16) for _ in range(12))]
-    params = tuple(ProgramParam(f"layers.{k}.weight", shape, (Shard(0),), in_host=in_host) for k, shape in enumerate(shapes))
-    options = {"ns_steps": 1, "kernels": "torch", "cost_model": CostModel(0.0, 1.0), **({"max_peers": 1} if relays else {})}
-    program = Program((4,), params, options=options, steps=2, ranks_per_node=2 if relays else 4)
-    usual = run_program(program)
-    monkeypatch.setattr(local_planner, "make_plan", aside)
+    program = SCENARIOS["weights in host memory, a wave that sends last" if in_host else "a wave that sends last"]
+    if relays:
+        program = replace(program, options=program.options | {"max_peers": 1}, ranks_per_node=2)
     outcome = run_program(program) if in_host else check(program)
     assert not outcome.of("race", "lifetime", "misuse")
-    assert plans
-    assert all(plan.first_sends_last and plan.relayed is relays for plan in plans)
+    assert outcome.plans
+    assert all(plan.first_sends_last and plan.relayed is relays for plan in outcome.plans)
+    usual = run_program(replace(program, heavy=None))
+    assert not any(plan.first_sends_last for plan in usual.plans)
     for of_rank, expected in zip(outcome.weights, usual.weights, strict=True):
         assert all(map(torch.equal, of_rank, expected))
