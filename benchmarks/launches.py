@@ -1,7 +1,10 @@
-"""How many kernels a rank launches in a step on a GPU, and how many bytes they move. Counted: no GPU is needed, nothing is timed.
+"""What a rank does in a step on a GPU: kernels that it launches, bytes that they move, operations of the host.
+
+Counted: no GPU is needed, nothing is timed.
 
 For the models of ``meshmuon plan`` the launches follow from the plan, with batches for the memory of an H100. Small programs run
-on the stand-ins of ``tests/support/happens_before``, which also count bytes; tests compare both ways on every rank.
+on the stand-ins of ``tests/support/happens_before``, which also count bytes and operations of the host; tests compare both ways
+on every rank.
 
     python benchmarks/launches.py
     python benchmarks/launches.py --hardware b200
@@ -133,7 +136,8 @@ def counted_facts(counted: CountedStep, elements: int) -> dict[str, Any]:
         "batches": functions["normalise"] // 2,
         "batch_sizes": None,
         "host_seconds": counted.launches * SECONDS_PER_LAUNCH,
-        "bytes_per_element": counted.bytes_of("keep_momentum", "fill", "apply") / elements,
+        "host_operations": counted.host_operations,
+        "bytes_per_element": counted.bytes_of("copy_momenta", "fill", "apply") / elements,
     }
 
 
@@ -149,6 +153,7 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
         "per matrix",
         "batches",
         "bytes",
+        "host operations",
         "host",
     )
     report.table("launches per rank and step, on the rank with most", columns, [_cells(row) for row in rows])
@@ -157,6 +162,7 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
         "bytes: per element that a rank holds, momentum to wire and wire to weight; with nonfinite, as if no update were finite "
         "(4 fewer otherwise). Batches: how many, of how many matrices."
     )
+    report.note("host operations: calls of torch that launch nothing, such as views; without those of the exchanges.")
     report.note(
         f"host: launches × {1e6 * SECONDS_PER_LAUNCH:.0f} µs, an estimate. Before: estimated for models, counted for programs."
     )
@@ -164,14 +170,14 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
 
 def _cells(row: dict[str, Any]) -> Sequence[str]:
     sizes = "" if row["batch_sizes"] is None else " of {}–{}".format(*row["batch_sizes"])
-    moved = f"{row['bytes_per_element']:.1f}" if "bytes_per_element" in row else ""
+    counted = (f"{row['bytes_per_element']:.1f}", str(row["host_operations"])) if "host_operations" in row else ("", "")
     launches, before, most, products, beside = (
         f"{row[key]:,}" if row[key] else "" for key in ("launches", "before", "most", "products", "beside")
     )
     per_matrix, beside_per_matrix = (f"{row[key]:.2f}" for key in ("per_matrix", "beside_per_matrix"))
     host = f"{1e3 * row['host_seconds']:.2f} ms"
     batches = f"{row['batches']}{sizes}"
-    return row["case"], launches, before, most, per_matrix, products, beside, beside_per_matrix, batches, moved, host
+    return row["case"], launches, before, most, per_matrix, products, beside, beside_per_matrix, batches, *counted, host
 
 
 def goals(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[Goal]:

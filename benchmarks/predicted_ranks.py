@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from ranks import Runner, make
 from wire import Wire
 
 from meshmuon import Muon
+from meshmuon.plan import PlanData
 from meshmuon.plan.calibration import Calibration
 from meshmuon.plan.counts import buffer_bytes, bytes_sent
 from meshmuon.tools.doctor.context import Context, DoctorOptions
-from meshmuon.tools.doctor.measurements import calibration_of, measure_host, measure_links, measure_rates
+from meshmuon.tools.doctor.measurements import calibrate
 from meshmuon.tools.predict.prediction import predict
 
 SCHEME = "meshmuon, auto"
@@ -37,16 +39,12 @@ def by_rank(value: Any) -> list[Any]:
     return values
 
 
-def calibrate(world: int) -> Calibration:
-    """The doctor's measurements, summarised on every rank alike."""
+def rates_for(plans: Iterable[PlanData]) -> Calibration:
+    """The doctor's measurements, with the shapes of these plans, summarised on every rank alike."""
+    shapes = {(task.sharded.rows, task.sharded.cols) for plan in plans for task in plan.tasks}
     store = dist.HashStore()  # type: ignore[attr-defined]
-    context = Context(DoctorOptions(quick=True), dist.get_rank(), world, store, torch.device("cpu"), "here")
-    for measure in (measure_rates, measure_host, *([measure_links] if world > 1 else [])):
-        dist.barrier()
-        measure(context)
-    calibration = calibration_of(context)
-    assert calibration is not None
-    return calibration
+    options = DoctorOptions(quick=True, shapes=tuple(sorted(shapes)))
+    return calibrate(Context(options, dist.get_rank(), dist.get_world_size(), store, torch.device("cpu"), "here"))
 
 
 def optimizer_of(runner: Runner) -> Muon:
@@ -98,17 +96,19 @@ def main() -> None:
     measured: dict[str, list[float]] = {name: [] for name in runners}
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
     steps = {name: runner.step for name, runner in runners.items()}
-    calibrations = [calibrate(world)]
+    plans = {name: optimizer_of(runner).plan() for name, runner in runners.items()}
+    calibrations = [rates_for(plans.values())]
     for _ in range(options.rounds):
         wire.reset()
         times = common.race(steps, 3, warmups=0, barrier=dist.barrier)
         if options.rounds > 1:  # a single round is a try
-            calibrations.append(calibrate(world))
+            calibrations.append(rates_for(plans.values()))
         for layout in layouts:
-            plan = optimizer_of(runners[layout.name]).plan()
-            around = [predict(plan, calibration, averages=layout.data_parallel) for calibration in calibrations[-2:]]
+            around = [
+                predict(plans[layout.name], calibration, averages=layout.data_parallel) for calibration in calibrations[-2:]
+            ]
             predicted[layout.name].append(statistics.mean(prediction.seconds for prediction in around))
-            parts[layout.name].append(around[-1].parts)
+            parts[layout.name].append(around[-1].seconds_by_kind)
             measured[layout.name].append(statistics.median(times[layout.name].wall))
     for name, result in results.items():
         result |= {

@@ -25,12 +25,14 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from demo import options
 from demo.checkpoints import FOLDER, CheckpointError, Checkpoints, opened, unfinished_run
 from demo.model import build_model
 from demo.optimizers import CONTENDERS
+from demo.plan_page import measured_rates
 from demo.processes import Runtime, from_first, joined
 from demo.progress import QuietProgress, show_progress
 from demo.report import Setting, new_folder, write_report
@@ -89,6 +91,12 @@ def places(args: argparse.Namespace, setting: Setting, stack: ExitStack) -> tupl
     return folder, stack.enter_context(opened(folder / FOLDER, args.checkpoint_every, setting.options))
 
 
+def with_rates(args: argparse.Namespace, setting: Setting, runtime: Runtime) -> Setting:
+    """With the rates of this machine if the report has a page of the plan; every process takes part."""
+    has_page = args.plot and options.contenders(args)[0] != "adamw"
+    return replace(setting, rates=measured_rates(setting, runtime)) if has_page else setting
+
+
 def train_all(
     names: Sequence[str], setting: Setting, runtime: Runtime, checkpoints: Checkpoints | None, results: list[RunResult]
 ) -> Exception | KeyboardInterrupt | None:
@@ -140,6 +148,7 @@ def follow(arguments: Sequence[str] | None) -> int:
     args = options.parsed(parser(), arguments)
     setting, runtime = prepare(args)
     with joined(runtime, follow, arguments):
+        with_rates(args, setting, runtime)
         train_all(options.contenders(args), setting, runtime, None, [])
     return 0
 
@@ -161,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stop: Exception | KeyboardInterrupt | None
         try:
             with joined(runtime, follow, arguments):
+                setting = with_rates(args, setting, runtime)
                 stop = train_all(options.contenders(args), setting, runtime, checkpoints, results)
         except (KeyboardInterrupt, ChildProcessError) as error:
             stop = error

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         UntestedTorchWarning,
     )
     from .matrices import Interleaved
-    from .optim import DistMuon, Muon
+    from .optim import DistMuon, Muon, TorchMuon
     from .ortho import Scheme, Workspace, halley, hybrid, keller, orthogonalize, polar_express, zolotarev
     from .params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule
     from .plan import CostModel, Plan
@@ -64,6 +64,7 @@ __all__ = [
     "RoutingWarning",
     "Scheme",
     "StateError",
+    "TorchMuon",
     "TransportError",
     "UnknownOptionError",
     "UnsupportedError",

@@ -1,4 +1,4 @@
-"""What differs between a GPU and a CPU, behind one interface: streams, CUDA graphs, copies to host memory, devices.
+"""One interface to GPU and CPU: streams, CUDA graphs, copies to host memory, devices.
 
 Each class is the CPU's; the class that is derived from it is its CUDA twin. No CUDA twin has run on a GPU yet. A happens-before
 checker runs them on stand-ins for CUDA, and demands each of their waits: docs/proofs.md.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,12 +33,12 @@ class CudaReplay:
     """Runs ``work`` on its first call and records it as a CUDA graph; later calls replay the graph.
 
     ``work`` must always read and write the same memory and must not wait for the device. If it cannot be recorded, later calls
-    run it, which gives the same bits. ``graphs`` are those with which it shares memory, and becomes one of them.
+    run it, which gives the same bits. ``graphs`` are those with which it shares memory; its own is added to them.
     """
 
     def __init__(self, work: Callable[[], None], graphs: Graphs) -> None:
         self._work, self._graphs = work, graphs
-        self._run: Callable[[], None] | None = None  # of later calls
+        self._run: Callable[[], None] | None = None  # what later calls run
 
     def __call__(self) -> None:
         if self._run is not None:
@@ -74,7 +75,7 @@ def replay_for(device: torch.device, work: Callable[[], None], graphs: Graphs | 
     return CudaReplay(work, graphs) if graphs is not None and device.type == "cuda" else work
 
 
-_SHORT_SUMS = {  # flags of torch that let products of a dtype add up in fewer than 32 bits
+_SHORT_SUMS = {  # flags of torch that let products of a dtype accumulate in fewer than 32 bits
     torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
     torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
 }
@@ -83,7 +84,7 @@ _PACKAGES = {"triton": ("triton", "pytorch-triton"), "cublas": ("nvidia-cublas",
 
 
 def wide_sums(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Inside, torch adds up products of ``dtype`` in 32 bits or more, whatever the user allows it elsewhere.
+    """A context in which torch accumulates products of ``dtype`` in 32 bits or more, whatever the user allows elsewhere.
 
     A CPU always does.
     """
@@ -123,28 +124,31 @@ def _library_versions() -> str:
     return ", ".join(f"{library}={number}" for library, number in found.items())
 
 
+_LARGEST_PORTION = 256  # tensors; bounds the time of dividing thousands of them
+_BYTES_PER_COPY = 1 << 18  # that one more copy per step must save: about what is copied in the time of a launch
+
 Mark: TypeAlias = Any
-"""A point in a stream of work: an event of a GPU, or nothing that a CPU would have to keep."""
+"""A point in a stream of work: an event on a GPU, None on a CPU."""
 
 
 class Streams:
-    """A main stream and a side stream of work, ordered by marks. On a CPU work runs when it is given, always in order."""
+    """A main stream and a side stream of work, ordered by marks. On a CPU work runs at once, in order."""
 
     def main_mark(self) -> Mark:
-        """The end of what the main stream has been given so far."""
+        """Marks the end of the work on the main stream so far."""
         return None
 
     def side_mark(self) -> Mark:
-        """The end of what the side stream has been given so far."""
+        """Marks the end of the work on the side stream so far."""
         return None
 
     @contextmanager
-    def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
+    def on_side_stream(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
         """Runs the work inside on the side stream, after ``after``; the main stream may free ``uses`` meanwhile."""
         yield
 
     def main_waits(self, mark: Mark) -> None:
-        """What the main stream is given next runs after ``mark``."""
+        """Later work on the main stream runs after ``mark``."""
 
 
 class CudaStreams(Streams):
@@ -161,7 +165,7 @@ class CudaStreams(Streams):
         return self._side.record_event()
 
     @contextmanager
-    def beside(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
+    def on_side_stream(self, after: Mark, uses: Iterable[Tensor] = ()) -> Iterator[None]:
         self._side.wait_event(after)
         for tensor in uses:
             if tensor.device.type == "cuda":  # the host is done with its own memory when it frees it
@@ -184,13 +188,23 @@ class Transfers:
         """Flat host memory for copies to and from the device."""
         return torch.empty(size, dtype=dtype, device="cpu")
 
+    def portions(self, sizes: Sequence[int]) -> list[int]:
+        """How many tensors each host buffer should take of consecutive ones of ``sizes`` bytes."""
+        return [len(sizes)]
+
     def store(self, host: Tensor, device: Tensor) -> None:
         """Starts copying ``device`` to ``host``, after what the device has been given so far; ``device`` may be freed at once."""
         host.copy_(device)
 
-    def load(self, device: Tensor, host: Tensor) -> None:
-        """Starts copying ``host`` to ``device``; what the device is given next finds it there."""
+    def load(self, device: Tensor, host: Tensor, *, waits: bool = True) -> Mark:
+        """Starts copying ``host`` to ``device``; what the device is given next finds it there.
+
+        With ``waits=False`` it finds it there only after ``wait`` for what is returned here.
+        """
         device.copy_(host)
+
+    def wait(self, loaded: Mark) -> None:
+        """What the device is given next finds there what was loaded."""
 
     def settle(self) -> None:
         """Returns once the host may read what was stored."""
@@ -215,17 +229,39 @@ class CudaTransfers(Transfers):
         # The host continues only during copies of pinned memory.
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
 
+    def portions(self, sizes: Sequence[int]) -> list[int]:
+        """Such that as few bytes as possible are pinned: torch rounds every buffer up to a power of two.
+
+        ``least[n]`` is what the first n tensors need, and ``last[n]`` how many of them are in their last buffer.
+        """
+        least, last = [0], [0]
+        for stop in range(1, len(sizes) + 1):
+            together = accumulate(reversed(sizes[max(0, stop - _LARGEST_PORTION) : stop]))
+            costs = [least[stop - count] + pinned_bytes(size) for count, size in enumerate(together, start=1)]
+            least.append(min(costs) + _BYTES_PER_COPY)
+            last.append(1 + costs.index(min(costs)))
+        counts: list[int] = []
+        while sum(counts) < len(sizes):
+            counts.insert(0, last[len(sizes) - sum(counts)])
+        return counts
+
     def store(self, host: Tensor, device: Tensor) -> None:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             host.copy_(device, non_blocking=True)
         device.record_stream(self._side)  # its memory is not reused before the copy is done
 
-    def load(self, device: Tensor, host: Tensor) -> None:
+    def load(self, device: Tensor, host: Tensor, *, waits: bool = True) -> Mark:
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             device.copy_(host, non_blocking=True)
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        loaded = self._side.record_event()
+        if waits:
+            self.wait(loaded)
+        return loaded
+
+    def wait(self, loaded: Mark) -> None:
+        torch.cuda.current_stream(self._device).wait_event(loaded)
 
     def settle(self) -> None:
         self._side.synchronize()
@@ -237,15 +273,20 @@ class CudaTransfers(Transfers):
         return bool(mark.query())
 
 
+def pinned_bytes(size: int) -> int:
+    """What torch pins for a buffer of ``size`` bytes."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 def transfers_for(device: torch.device) -> Transfers:
     return CudaTransfers(device) if device.type == "cuda" else Transfers()
 
 
 class Stopwatch:
-    """Measures how long work takes, where it is done: on a CPU, when it is given."""
+    """Measures how long work takes on its device."""
 
     def now(self) -> Mark:
-        """The end of what the current stream has been given so far, as a point in time."""
+        """Marks the end of the work on the current stream so far, as a point in time."""
         return time.perf_counter()
 
     def seconds(self, begin: Mark, end: Mark) -> float | None:
@@ -309,7 +350,7 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def device_name(device: torch.device) -> str:
-    """What a GPU calls itself; empty for other devices."""
+    """The name of a GPU; empty for other devices."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
 
 
@@ -348,16 +389,16 @@ class Hardware:
             self._module.set_device(device)
 
     def finish(self, device: torch.device) -> None:
-        """Returns once ``device`` has done all that it was given."""
+        """Waits for all work on ``device``."""
         self._module.synchronize(device)
 
     def runs_now(self, device: torch.device) -> bool:
-        """Whether ``device`` runs what it is given now. What is captured as a graph is not run, and cannot be timed."""
+        """Whether ``device`` runs work now. Work that is captured as a graph does not run, and cannot be timed."""
         capturing = getattr(self._module, "is_current_stream_capturing", None)
         return capturing is None or not capturing()
 
     def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
-        """How long ``device`` takes for ``work``, which is given to it on the current stream."""
+        """Seconds that ``device`` takes for ``work``, issued on the current stream."""
         if self._is_cpu:
             began = time.perf_counter()
             work()
@@ -372,7 +413,7 @@ class Hardware:
 
     @lru_cache(maxsize=64)  # noqa: B019 - one object per type of device, kept for the life of the process
     def name(self, device: torch.device) -> str:
-        """What the vendor calls it."""
+        """The vendor's name of it."""
         if self._is_cpu:
             return cpu_info().get("model name") or platform.machine()
         return str(self._module.get_device_name(device)) if hasattr(self._module, "get_device_name") else str(device)
@@ -391,7 +432,7 @@ class Hardware:
         return ", ".join(texts)
 
     def peers(self) -> tuple[int, int] | None:
-        """How many pairs of devices reach each other's memory, and how many pairs there are; None if torch cannot tell."""
+        """Number of pairs of devices with peer access, and of all pairs; None if torch cannot tell."""
         if not hasattr(self._module, "can_device_access_peer"):
             return None
         pairs = [(i, j) for i in range(self.count()) for j in range(self.count()) if i != j]

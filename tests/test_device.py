@@ -176,7 +176,7 @@ def test_what_changes_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_beside_are_errors(cuda: Recorder) -> None:
     main = torch.cuda.current_stream()
     for streams in (Streams(), CudaStreams(DEVICE)):
-        with pytest.raises(ValueError, match="inside"), streams.beside(streams.main_mark()):
+        with pytest.raises(ValueError, match="inside"), streams.on_side_stream(streams.main_mark()):
             raise ValueError("inside")
     assert torch.cuda.current_stream() == main
 
@@ -188,13 +188,13 @@ def test_a_wave_on_a_stream_of_the_user(cuda: Recorder) -> None:
     streams = CudaStreams(DEVICE)
     with torch.cuda.stream(user):
         weight, gradient = torch.ones(4, device=DEVICE), torch.ones(4, device=DEVICE)
-        with streams.beside(streams.main_mark(), [weight, gradient, torch.ones(4)]):  # the last one is in host memory
+        with streams.on_side_stream(streams.main_mark(), [weight, gradient, torch.ones(4)]):  # the last one is in host memory
             filled = gradient + 1
         del gradient
         torch.empty(4, device=DEVICE).fill_(7)  # perhaps in the memory of the gradient
         streams.main_waits(streams.side_mark())
         filled.mul_(2)
-        with streams.beside(streams.main_mark(), [weight, filled]):
+        with streams.on_side_stream(streams.main_mark(), [weight, filled]):
             weight.sub_(filled)
         streams.main_waits(streams.side_mark())
         weight.add_(1)

@@ -67,6 +67,27 @@ def test_architecture_names_what_exists() -> None:
     assert not missing_names(texts)
 
 
+def test_architecture_names_are_in_the_files_before_them() -> None:
+    """``meshmuon/x.py`: `A`, `B.c``` in a table: ``A`` and ``B`` are made in that file."""
+    cells = "\n".join(cell for cells in table_cells(DOCS / "architecture.md") for cell in cells)
+    listed = re.findall(r"`(meshmuon/[\w/]+\.py)`: ((?:`[A-Za-z_][\w.]*`(?:, )?)+)", cells)
+    assert len(listed) > 50
+    for path, names in listed:
+        tree = ast.parse((ROOT / path).read_text())
+        made = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+        assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+        names_in = (name for node in assigned for name in ast.walk(node) if isinstance(name, ast.Name))
+        made |= {name.id for name in names_in if isinstance(name.ctx, ast.Store)}
+        assert {name.split(".")[0] for name in re.findall(r"`([^`]+)`", names)} <= made, path
+
+
+def test_the_walk_of_one_gradient_stays_short() -> None:
+    walk = (DOCS / "architecture.md").read_text().split("## The walk of one gradient")[1].split("\n## ")[0]
+    files = set(re.findall(r"`(meshmuon/[\w/]+\.py)`", walk))
+    assert 20 < len(files) <= 25
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 5_500
+
+
 def test_the_drawing_of_the_rooms_shows_imports() -> None:
     arrows = re.findall(r"^ +(\w[\w& ]*) --> (\w[\w& ]*)$", (DOCS / "architecture.md").read_text(), flags=re.MULTILINE)
     drawn = {(source, target) for left, right in arrows for source in left.split(" & ") for target in right.split(" & ")}

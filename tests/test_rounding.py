@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import Muon
-from meshmuon.execute.elementwise import accumulate, adds_alike, apply, look_ahead
+from meshmuon.execute.elementwise import accumulate, adds_uniformly, apply, look_ahead
 from meshmuon.optim.adamw import vector_length
 from meshmuon.ortho import Workspace, aligned_matrices, orthogonalize, pitch, polar_express
 from meshmuon.ortho.workspace import ALIGNMENT, aligned_empty, is_aligned
@@ -182,7 +182,7 @@ def test_momentum_look_ahead_and_update(dtypes: tuple[torch.dtype, ...], hostile
 
 def test_a_trial_sees_a_machine_that_rounds_by_place() -> None:
     with fresh_trials(), HostileArithmetic():
-        assert not any(adds_alike(dtype, dtype) for dtype in FLOATS)
+        assert not any(adds_uniformly(dtype, dtype) for dtype in FLOATS)
         assert vector_length(torch.float32) == 16
 
 

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from demo.model import GPT, WEIGHTS
+from demo.processes import Runtime
 from demo.train import RunResult
 from meshmuon.errors import ConfigError
+from meshmuon.plan.calibration import Calibration
+from meshmuon.tools.doctor.context import Context, DoctorOptions
+from meshmuon.tools.doctor.measurements import calibrate
 from meshmuon.tools.simulate.advice import advice_for
 from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.modules import describe_module
@@ -28,10 +33,28 @@ FILE = "plan.html"
 _MFU = 0.4  # for the prediction of forward and backward; the measured time stands beside it
 
 
+def measured_rates(setting: Setting, runtime: Runtime) -> Calibration | None:
+    """How fast this machine is on the model's matrices while all processes work, as `meshmuon doctor` measures it; CPUs alone."""
+    if setting.device.type != "cpu":
+        return None
+    with torch.device("meta"):
+        matrices = GPT(setting.model).layers.parameters()
+    options = DoctorOptions(quick=True, shapes=tuple({(p.size(0), p.size(1)) for p in matrices if p.dim() == 2}))
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    alone = runtime.world_size == 1
+    if alone:  # a single process has joined no group
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        return calibrate(Context(options, runtime.rank, runtime.world_size, store, setting.device, "here"))
+    finally:
+        if alone:
+            dist.destroy_process_group()
+
+
 def write_plan_page(folder: Path, setting: Setting, result: RunResult) -> str | None:
     """Writes `plan.html`. Returns why there is none, or None.
 
-    The prediction takes the rates of the preset `cpu`, which were measured on another machine: it tells the order of magnitude.
+    Where this machine's rates were not measured, the prediction takes those of the preset `cpu`, which are another machine's.
     """
     if setting.device.type != "cpu":
         return "no preset has the rates of this device: see meshmuon doctor --save and meshmuon plan --calibration"
@@ -42,7 +65,7 @@ def write_plan_page(folder: Path, setting: Setting, result: RunResult) -> str | 
     simulation = Simulation.run(
         describe_module(model, "the demo's GPT"),
         MeshAxes.parse(f"dp_shard={setting.processes}", None),
-        load_machine("cpu"),
+        load_machine("cpu") if setting.rates is None else load_machine("cpu").with_calibration(setting.rates),
         MuonOptions(
             scheme=setting.optimizer.scheme, ns_steps=setting.optimizer.ns_steps, param_dtype=WEIGHTS[setting.model.weights]
         ),

@@ -24,6 +24,7 @@ from demo.optimizers import CONTENDERS, OptimizerConfig
 from demo.plan_page import FILE as PLAN_PAGE
 from demo.plan_page import write_plan_page
 from demo.train import RunResult, TrainConfig
+from meshmuon.plan.calibration import Calibration
 
 _SCHEDULES = {"linear": "linear decay", "cosine": "cosine decay", "constant": "no decay"}
 BITS_PER_NAT = 1.4426950408889634
@@ -40,6 +41,7 @@ class Setting:
     device: torch.device
     processes: int
     parameters: int
+    rates: Calibration | None = None  # of this machine, for the page of the plan
 
     @property
     def options(self) -> dict[str, dict[str, Any]]:

@@ -194,9 +194,9 @@ class Run:
         torch.autograd.backward(loss)
         if self.config.grad_clip > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
-        before_optimizer = self._now()
         # The loss is read before the weights change: a diverged run must not step on non-finite gradients.
         value = self._finite(mean([loss.item()], self.runtime)[0], f"training loss at step {step + 1}")
+        before_optimizer = self._now()
         self._update(step)
         end = self._now()
         self.health.after_step(step + 1)

@@ -149,8 +149,8 @@ class LocalPlanner:
         shared = {index: flops[index] for index in self._muon if index in self._positions}
         private = {index: flops[index] for index in self._muon if index not in shared}
         self._planned = PlannedSet((shared, private))  # what the plan of the last step covers
-        self._planned_next = self._planned  # what ``_all_active`` covers
-        self._all_active: StepDecision | None = None  # a step in which all parameters of the plan have gradients
+        self._planned_next = self._planned  # what ``_full_decision`` covers
+        self._full_decision: StepDecision | None = None  # for a step in which all parameters of the plan have gradients
         self.decision: StepDecision | None = None
         self._fingerprint: int | None = None  # of the decision; None until it is asked for
         self._has_grad: tuple[bool, ...] = ()  # which parameters have a gradient on this rank
@@ -181,7 +181,7 @@ class LocalPlanner:
             if self._flags_by_rank.get(self._topology.rank) != self.shared_flags(has_grad):
                 self._flags_by_rank = {}
             self._take_gradients(has_grad)
-        self._propose(self._planned.covering(self._active_muon))
+        self._propose_covering(self._planned.covering(self._active_muon))
 
     def propose_together(
         self, has_grad: tuple[bool, ...], flags_by_rank: Mapping[int, tuple[bool, ...]], idle_steps: Iterable[Sequence[int]]
@@ -192,7 +192,7 @@ class LocalPlanner:
         """
         self._flags_by_rank = flags_by_rank if len(set(flags_by_rank.values())) > 1 else {}
         self._take_gradients(has_grad)
-        self._propose(self._planned_next.merged(self.shared, idle_steps))
+        self._propose_covering(self._planned_next.merged(self.shared, idle_steps))
 
     def count_step(self) -> None:
         """Keeps the planned set of a step that takes place, and counts which parameters were idle in it."""
@@ -206,18 +206,18 @@ class LocalPlanner:
         self._active_muon = frozenset(index for index in self._muon if active[index])
         self.decision = None
 
-    def _propose(self, planned: PlannedSet) -> None:
+    def _propose_covering(self, planned: PlannedSet) -> None:
         """Proposes a step under a plan that covers ``planned``; the last plan if it covers just that."""
         if planned.indices != self._planned_next.indices:
-            self._all_active = self.decision = None
+            self._full_decision = self.decision = None
         self._planned_next = planned
-        if self._all_active is None:
-            self._all_active = self.plan(planned.indices)
+        if self._full_decision is None:
+            self._full_decision = self.plan(planned.indices)
         if self.decision is None:
-            active, has_grad, parts = self._active, self._has_grad, self._all_active.planned_parts
+            active, has_grad, parts = self._active, self._has_grad, self._full_decision.planned_parts
             self._fingerprint = None
             self.decision = replace(
-                self._all_active,
+                self._full_decision,
                 zeros=frozenset(ParamIndex(index) for index, flag in enumerate(active) if flag and not has_grad[index]),
                 idle=frozenset(PartIndex(part) for part, (index, _) in enumerate(parts) if not active[index]),
             )
@@ -245,7 +245,7 @@ class LocalPlanner:
         options, averages, most = self._settings.options, self._settings.averages, self._most_buffer_bytes
         if self._rates is None:
             plan = make_plan(parts, options)
-        else:
+        else:  # the rates of the machine are known: the fastest of several plans
             plan = choose_plan(parts, options, self._rates, most_buffer_bytes=most, averages=averages)
         return StepDecision(
             plan=plan,

@@ -65,7 +65,7 @@ class Planner:
        something in another way, the ranks exchange their ``verdicts``.
     5. ``end()``, once per step, also if it fails. It does not wait for other ranks.
 
-    Between steps come ``begin_anew()``, on ranks that have loaded a state, and ``check_connected()``, before any other
+    Between steps come ``forget_steps()``, on ranks that have loaded a state, and ``check_connected()``, before any other
     communication of the optimizer. Neither communicates.
 
     Args:
@@ -119,7 +119,7 @@ class Planner:
             self._topology = self._connect(status.records)
         else:
             self._local.records = status.records  # equal ones, perhaps of other tensors
-        self._plan(status, status.failure)
+        self._propose_alone(status, status.failure)
         if self._agreement is not None:
             self._home.check_process()
             self._agreement.begin_turn()
@@ -176,7 +176,7 @@ class Planner:
         if self._agreement is not None:
             self._agreement.end_turn()
 
-    def begin_anew(self) -> None:
+    def forget_steps(self) -> None:
         """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
         self._pairing = Pairing()
 
@@ -222,8 +222,8 @@ class Planner:
             self._pairing = Pairing(steps=1)  # with these ranks it is the first step
         return topology
 
-    def _plan(self, status: RankStatus, failure: KeptError) -> None:
-        """Makes this rank's own proposal; keeps an error of it for the vote, since the other ranks wait there."""
+    def _propose_alone(self, status: RankStatus, failure: KeptError) -> None:
+        """Proposes what this rank would do by itself; keeps an error for the vote, since the other ranks wait there."""
         with failure:
             if self._local is None:
                 topology = self._topology
@@ -279,7 +279,7 @@ class Planner:
         assert self._node_view is not None
         self._node_view, self._local = replace(self._node_view, nodes=settled_nodes(views)), None
         failure = KeptError()
-        self._plan(status, failure)
+        self._propose_alone(status, failure)
         counted = agreement.decide(self._vote(status, failure))
         if not counted.unanimous or failure:
             _raise_anyones(failure, agreement)

@@ -5,12 +5,13 @@ from .elementwise import Elementwise
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
+from .settings import ExecutorSettings
 from .step_param import (
     UNOBSERVED,
     CheckedUpdates,
-    ExecutorSettings,
     MatrixKey,
     Observer,
+    RuleChain,
     RunningStep,
     StepParam,
     StepSettings,
@@ -32,6 +33,7 @@ __all__ = [
     "RandomWords",
     "ReferenceExecutor",
     "RoundingScratch",
+    "RuleChain",
     "RunningStep",
     "StepExecutor",
     "StepParam",

@@ -1,4 +1,4 @@
-"""Buffers of exchanges and the copies around them, also where an exchange goes through relays or starts in host memory.
+"""Where pieces are in the buffers of exchanges, and buffers on the way: in host memory, and between the hops of relays.
 
 Pieces move between the flat buffer of an exchange and a batch of matrices in as few strided copies as they allow: those of
 ``strided_views``. A (4096, D) matrix over 2,048 ranks is 2,048 blocks of 2 rows. They lie at equal distances in the buffer and
@@ -17,73 +17,6 @@ from ..device import HOST, Transfers, transfers_for
 from ..layout import Piece
 from ..ortho import Workspace
 from ..plan import Hops
-from ..transport import Pending
-from .step_param import RunningStep
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPairs:
-    """Two lists of views with equal shapes; each source is copied to its target."""
-
-    target: list[Tensor]
-    source: list[Tensor]
-
-    def run(self, step: RunningStep) -> None:
-        if self.target:
-            step.elementwise.copy(self.target, self.source)
-
-
-NO_COPIES = CopyPairs([], [])
-
-
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """One exchange of the process group: flat views of two buffers, and elements per rank of the group.
-
-    A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0, 12, 0].
-    """
-
-    received: Tensor
-    received_splits: list[int]
-    sent: Tensor
-    sent_splits: list[int]
-    before: CopyPairs = NO_COPIES  # fill ``sent``, where that is not done by others
-
-    def start(self, step: RunningStep, phase: str) -> Pending:
-        assert step.exchange is not None
-        self.before.run(step)
-        step.observer.sends(self.sent)
-        return step.exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedExchange:
-    """An exchange with its buffers: one hop or, through relays, three: collect, forward, distribute."""
-
-    hops: tuple[Hop, ...]
-    after: CopyPairs = NO_COPIES  # from what the hops have received to where it is needed
-
-    def start(self, step: RunningStep, phase: str) -> StartedExchange:
-        """Starts the first hop; ``phase`` names the exchange in errors. The step's observer sees all that is sent."""
-        return StartedExchange(self, step, phase, self.hops[0].start(step, phase))
-
-
-@dataclass(frozen=True, slots=True)
-class StartedExchange:
-    """An exchange that has started. All ranks wait for those that go through relays in the same order."""
-
-    exchange: PreparedExchange
-    step: RunningStep
-    phase: str
-    first: Pending
-
-    def wait(self) -> None:
-        """Work that is issued after this call sees the received elements. Runs the other hops."""
-        self.first.wait()
-        for hop in self.exchange.hops[1:]:
-            later = hop.start(self.step, self.phase)
-            later.wait()
-        self.exchange.after.run(self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +90,11 @@ class Stage:
     transfers: Transfers
 
     def to_device(self) -> None:
-        """What the device is given next finds what the host has written."""
+        """Later work of the device sees what the host has written."""
         self.transfers.load(self.device, self.host)
 
     def to_host(self) -> None:
-        """Returns once the host may read what the device has been given to compute so far, and may write for the next copy."""
+        """Waits until the host may read all results of the device so far, and may write for the next copy."""
         self.transfers.store(self.host, self.device)
         self.transfers.settle()
 
@@ -190,7 +123,7 @@ class Staging:
 class RelayMemory:
     """Buffers between the hops of one exchange.
 
-    Exchanges of the same ``place`` are never under way at the same time, and share the buffers of the first hop. The others run
+    Exchanges of the same ``place`` are never in flight at the same time, and share the buffers of the first hop. The others run
     while the exchange is waited for, which all exchanges of one ``direction`` do one after the other on one stream.
     """
 
@@ -204,7 +137,7 @@ class RelayMemory:
         return self.workspace.take(f"relay {hop} {name} {where}", (size,), dtype, device)
 
     def reserve(self, hops: Hops, position: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Takes the buffers of an exchange on the rank at ``position`` of the plan's, so that others may be smaller."""
+        """Allocates the buffers of an exchange for the rank at ``position`` in the plan; later ones may be smaller."""
         for number, hop in enumerate(hops):
             for name, sizes in (("sent", hop.sent), ("received", hop.received)):
                 self.take(number, name, sizes[position] // dtype.itemsize, dtype, device)

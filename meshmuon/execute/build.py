@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, WaveHops, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
-from .buffers import NO_COPIES, CopyPairs, PlacedPiece, RelayMemory, Stage, Staging, strided_views
+from .buffers import PlacedPiece, RelayMemory, Stage, Staging, strided_views
+from .local_batch import STAGED_IN_FLIGHT, LocalBatch, StagedBatch
 from .ortho_batch import MATRICES, OrthoBatch
 from .program_builder import MatrixBatch, MatrixRange, PlacedTransfers, ProgramBuilder, batch_size, gathers, offsets_of, scatters
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shards import MomentumViews, UpdateViews
-from .wave import STAGED_IN_FLIGHT, LocalBatch, OwnedBatch, RankWave, StagedBatch, Wave
+from .wave import NO_COPIES, CopyPairs, OwnedBatch, RankWave, Wave
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 """Where staged batches are orthogonalised, in turns."""
@@ -26,12 +27,12 @@ _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 class RankProgram:
     """What one rank does in a step."""
 
-    waves: tuple[RankWave, ...] = ()  # what is exchanged, wave by wave
+    waves: tuple[RankWave, ...] = ()  # matrices that are exchanged
     in_flight: int = 1  # most waves between their first and their last exchange
     gathered_ahead: int | None = None  # as in ``pipeline_order``
     first_sends_last: bool = False  # as there
-    local: tuple[LocalBatch, ...] = ()  # what needs no exchange
-    staged: tuple[StagedBatch, ...] = ()  # what needs none, and whose weights are in host memory
+    local: tuple[LocalBatch, ...] = ()  # matrices that need no exchange
+    staged: tuple[StagedBatch, ...] = ()  # the same for weights in host memory
     rule_states: tuple[RuleStateExchange, ...] = ()  # the rule state of the matrices that are exchanged, one per device and dtype
     freed_at_end: Sequence[int] = ()  # the parameters whose gradients no wave and no batch frees
     stagings: tuple[Staging, ...] = ()  # host memory between weights that are there and their devices
@@ -54,7 +55,9 @@ class RankProgramBuilder(ProgramBuilder):
             waves.append(self._wave(k, sizes[k], owned_batches, frees[k]))
             for batch, ortho_batch in owned_batches:
                 if ortho_batch.rule_state is not None:
-                    owned_rule_state |= {part.task: numbers for part, numbers in zip(batch, ortho_batch.rule_state, strict=True)}
+                    owned_rule_state |= {
+                        matrix.task: numbers for matrix, numbers in zip(batch, ortho_batch.rule_state, strict=True)
+                    }
         local_frees = iter(frees[len(waves) :])
         local = [self._local_batch(batch, self.ortho_batch(batch), next(local_frees)) for batch in local_batches]
         for k, batch in enumerate(staged_batches):
@@ -74,7 +77,7 @@ class RankProgramBuilder(ProgramBuilder):
     def _local_ranges(self) -> tuple[list[MatrixRange], list[MatrixRange]]:
         """Matrices that need no exchange; those that are next to each other in a local tensor are one range.
 
-        First those that are worked on where they are, then those whose weights are in host memory and which go to a device.
+        First those that are computed where they are, then those that are staged: in host memory, and computed on a device.
         """
         both: tuple[list[MatrixRange], list[MatrixRange]] = [], []
         for index, task in enumerate(self.plan.tasks):
@@ -82,8 +85,8 @@ class RankProgramBuilder(ProgramBuilder):
                 continue
             ranges = both[self.step_params[task.param].staged]
             matrix, last = self.range_of(index), ranges[-1] if ranges else None
-            if last is not None and (last.param_index, last.stop) == (matrix.param_index, matrix.start):
-                ranges[-1] = MatrixRange(last.param_index, last.start, matrix.stop, last.key)
+            if last is not None and (last.part_index, last.stop) == (matrix.part_index, matrix.start):
+                ranges[-1] = MatrixRange(last.part_index, last.start, matrix.stop, last.key)
             else:
                 ranges.append(matrix)
         return both
@@ -94,12 +97,12 @@ class RankProgramBuilder(ProgramBuilder):
         """A batch with the place of its matrices in the parameters; with views of ``in_host`` where they are staged."""
         stacked = ortho_batch.stacked if in_host is None else in_host
         shards, rule_state, stop = [], [], 0
-        for part in batch:
-            start, stop = stop, stop + part.stop - part.start
-            shards += self.shard_views(part, stacked[start:stop])
+        for matrix_range in batch:
+            start, stop = stop, stop + matrix_range.stop - matrix_range.start
+            shards += self.shard_views(matrix_range, stacked[start:stop])
             if ortho_batch.rule_state is not None:
-                rule_state += self.rule_state_views(part, ortho_batch.rule_state[start:stop])
-        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.kept_slot(slot))
+                rule_state += self.rule_state_views(matrix_range, ortho_batch.rule_state[start:stop])
+        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.momentum_slot(slot))
         return LocalBatch(ortho_batch, MomentumViews(shards, self.step_params), updates, rule_state, frees)
 
     def _staged_batch(self, batch: MatrixBatch, number: int, frees: Sequence[int]) -> StagedBatch:
@@ -108,7 +111,7 @@ class RankProgramBuilder(ProgramBuilder):
         return StagedBatch(self._local_batch(batch, ortho_batch, frees, in_host, number % STAGED_IN_FLIGHT), stage)
 
     def _local_stage(self, batch: MatrixBatch, number: int) -> tuple[Stage, Tensor]:
-        """What copies a batch of weights in host memory to its device and back, and the batch in host memory."""
+        """The stage of a batch of weights in host memory, and the batch in host memory."""
         memory, template = replace(self.memory, name=_STAGED[number % STAGED_IN_FLIGHT]), self.template(batch)
         size, flat = batch_size(batch), memory.flat(batch_size(batch), template)
         return self.staging(flat.device).matrices(memory.name, (size, template.matrix_set.rows, template.matrix_set.cols), flat)
@@ -126,7 +129,7 @@ class RankProgramBuilder(ProgramBuilder):
         # A replica that sends nothing still keeps its momentum.
         held = [(*routes.scatter_in, *routes.staying) for routes in self.routes]
         reads = [{first[self.plan.tasks[transfer.task].param] for transfer in transfers} for transfers in held]
-        reads += [{first[part.param_index] for part in batch} for batch in local_batches]
+        reads += [{first[matrix_range.part_index] for matrix_range in batch} for batch in local_batches]
         of_waves = set[int]().union(*reads[:waves])
         frees: list[list[int]] = [[] for _ in reads]
         read_later: set[int] = set()
@@ -153,7 +156,7 @@ class RankProgramBuilder(ProgramBuilder):
             self._reserve_relays(self.plan.hops, [f"slot {wave % slots}" for wave in range(len(sizes))])
 
     def _reserve_relays(self, hops: Sequence[WaveHops], places: Sequence[str]) -> None:
-        """Takes the largest buffers between the hops of relayed exchanges, as the plan counts them; each wave has its place."""
+        """Allocates the buffers between the hops of relayed exchanges at their largest size; ``places`` has that of each wave."""
         for wave, (exchanges, place) in enumerate(zip(hops, places, strict=True)):
             for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
                 memory = RelayMemory(self.workspace, place, direction)
@@ -167,7 +170,7 @@ class RankProgramBuilder(ProgramBuilder):
         return self.workspace.take(f"{name} {slot}", (size,), *self._wire(wave))
 
     def _stage(self, wave: int, slot: int, size: int) -> Stage | None:
-        """What copies shards to the buffer that is sent, and back, if they are in host memory and the buffer is on a device."""
+        """The stage of shards in host memory whose exchange buffer is on a device; None for all others."""
         if not self.lane_template(wave).staged:
             return None
         shards = self._buffer("shards", wave, slot, size)
@@ -189,9 +192,9 @@ class RankProgramBuilder(ProgramBuilder):
         shards, gathered = self._buffer("shards", k, slot, sizes.shards), self._buffer("gathered", k, slot, sizes.gathered)
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else gathered
         stage = self._stage(k, slot, sizes.shards)
-        beside = shards if stage is None else stage.host  # the same shards, beside the weights
+        near_weights = shards if stage is None else stage.host  # the same shards, in the memory of the weights
         unrounded = self._unrounded_buffer(k, sizes.shards)
-        filled = beside if unrounded is None else unrounded
+        filled = near_weights if unrounded is None else unrounded
         staying = offsets_of(routes.staying, sizes.staying_offset)
         gather_out, scatter_in = offsets_of(routes.gather_out), offsets_of(routes.scatter_in)
         sent = {transfer.task for transfer in routes.gather_out}
@@ -203,17 +206,17 @@ class RankProgramBuilder(ProgramBuilder):
         return Wave(
             params=params,
             momentum_views=MomentumViews(
-                self.piece_views([*gather_out, *staying], filled), self.step_params, self.piece_views(unsent, beside)
+                self.piece_views([*gather_out, *staying], filled), self.step_params, self.piece_views(unsent, near_weights)
             ),
-            rounding=NO_COPIES if unrounded is None else CopyPairs([beside], [unrounded]),
-            gather=self.exchange_buffers(gathered, shards, gathers(routes_of_rank), relayed("gather")),
+            rounding=NO_COPIES if unrounded is None else CopyPairs([near_weights], [unrounded]),
+            gather=self.prepare_exchange(gathered, shards, gathers(routes_of_rank), relayed("gather")),
             owned_batches=tuple(_owned_batch(*batch, unpack_from, pack_into) for batch in owned_batches),
-            scatter=self.exchange_buffers(shards, results, scatters(routes_of_rank), relayed("scatter")),
+            scatter=self.prepare_exchange(shards, results, scatters(routes_of_rank), relayed("scatter")),
             update_views=UpdateViews(
-                self.piece_views([*scatter_in, *staying], beside),
+                self.piece_views([*scatter_in, *staying], near_weights),
                 self.step_params,
                 RoundingScratch(self.workspace, "rounding beside"),
-                self.kept_slot(slot),
+                self.momentum_slot(slot),
             ),
             frees=frees,
             fallible=any(self.step_params[param].fallible for param in params),

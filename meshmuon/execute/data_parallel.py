@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, WaveRoutes
-from .buffers import CopyPairs, PreparedExchange, RelayMemory
+from .buffers import RelayMemory
 from .build import RankProgram, RankProgramBuilder
 from .executor import Executor
+from .local_batch import LocalBatch
 from .program_builder import MatrixBatch, offsets_of, scatters
 from .shards import MomentumViews, ShardView
 from .step_param import RunningStep
-from .wave import LocalBatch
+from .wave import CopyPairs, PreparedExchange
 
 
 @dataclass(frozen=True, slots=True)
 class _AveragedBatch:
     """A batch of matrices that this rank owns."""
 
-    batch: LocalBatch  # what is done to them once their gradients are averaged
+    batch: LocalBatch  # their step, once the gradients are averaged
     shards: list[ShardView]  # their place in the parameters
     averages: list[Tensor]  # of each shard, where its averaged gradient is
     others: list[list[Tensor] | None]  # of each rank, where its gradients arrive and its new weights leave; None is this rank
@@ -36,11 +37,11 @@ class _AveragedBatch:
     def run(self, step: RunningStep) -> None:
         if self.batch.ortho_batch.is_idle(step.idle):
             return
-        active = [k for k, shard in enumerate(self.shards) if shard.param_index not in step.idle]
+        active = [k for k, shard in enumerate(self.shards) if shard.part_index not in step.idle]
         shards, averages = [self.shards[k] for k in active], [self.averages[k] for k in active]
         others = [None if views is None else [views[k] for k in active] for views in self.others]
         with step.observer.phase("gather"):
-            own = [shard.of(step.params[shard.param_index].grad) for shard in shards]
+            own = [shard.of(step.params[shard.part_index].grad) for shard in shards]
             first, *later = [own if views is None else views for views in others]
             step.elementwise.copy(averages, first)
             for gradients in later:
@@ -49,7 +50,7 @@ class _AveragedBatch:
         step.observer.gradients(self.batch.ortho_batch.matrices, self.whole_averages)
         self.batch.run(step)
         with step.observer.phase("scatter"):
-            weights = [shard.of(step.params[shard.param_index].param) for shard in shards]
+            weights = [shard.of(step.params[shard.part_index].param) for shard in shards]
             for views in filter(None, others):
                 step.elementwise.copy(views, weights)
 
@@ -68,10 +69,10 @@ class _Wave:
         if self.params <= step.idle:
             yield from (None, None)
             return
-        observer, not_owned = step.observer, [shard for shard in self.not_owned if shard.param_index not in step.idle]
+        observer, not_owned = step.observer, [shard for shard in self.not_owned if shard.part_index not in step.idle]
         views = [shard.view for shard in not_owned]
         with observer.phase("gather"):
-            CopyPairs(views, [shard.of(step.params[shard.param_index].grad) for shard in not_owned]).run(step)
+            CopyPairs(views, [shard.of(step.params[shard.part_index].grad) for shard in not_owned]).run(step)
             gather = self.gather.start(step, "gather")
         yield
         with observer.phase("gather", waits=True):
@@ -83,7 +84,7 @@ class _Wave:
         with observer.phase("scatter", waits=True):
             scatter.wait()
         with observer.phase("update"):
-            CopyPairs([shard.of(step.params[shard.param_index].param) for shard in not_owned], views).run(step)
+            CopyPairs([shard.of(step.params[shard.part_index].param) for shard in not_owned], views).run(step)
 
 
 class DataParallelExecutor(Executor):
@@ -124,8 +125,8 @@ class _DataParallelBuilder(RankProgramBuilder):
         relayed = partial(RelayMemory, self.workspace, f"wave {k}")
         return _Wave(
             params=self.wave_params[k],
-            gather=self.exchange_buffers(received, sent, lambda rank: lists(rank)[::-1], relayed("gather")),
-            scatter=self.exchange_buffers(sent, received, lists, relayed("scatter")),
+            gather=self.prepare_exchange(received, sent, lambda rank: lists(rank)[::-1], relayed("gather")),
+            scatter=self.prepare_exchange(sent, received, lists, relayed("scatter")),
             not_owned=self.piece_views(offsets_of(routes.scatter_in), sent),
             owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in batches],
         )
@@ -137,7 +138,7 @@ class _DataParallelBuilder(RankProgramBuilder):
         received_at = {(transfer.target, transfer.task): offset for transfer, offset in offsets_of(routes.scatter_out)}
 
         def shards(matrices: Iterable[Tensor]) -> list[ShardView]:
-            return [shard for part, matrix in zip(batch, matrices, strict=True) for shard in self.shard_views(part, matrix)]
+            return [shard for owned, matrix in zip(batch, matrices, strict=True) for shard in self.shard_views(owned, matrix)]
 
         def views_of(rank: int) -> list[Tensor]:
             return [shard.view for shard in shards(received[received_at[rank, matrix.task] :][:size] for matrix in batch)]

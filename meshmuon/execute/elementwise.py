@@ -5,7 +5,7 @@
 The same element may be the 10th of a rank's shard and the 1000th of the whole tensor, and must get the same bits. torch's CPU
 kernels process most elements of a tensor in vectors and the last few one by one. Operations that round once (a product, a sum)
 give one result either way. ``a + alpha·b`` rounds once or twice, depending on whether the compiler fused the two. It is used
-where a trial shows that all elements are rounded alike; elsewhere it is two operations.
+where a trial shows that all elements are rounded in the same way; elsewhere it is two operations.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from ..device import copy_to
 from ..errors import KernelError
 from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
 
+Tensors: TypeAlias = "list[Tensor]"
+
 Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
 """For each tensor that is rounded stochastically, its counter and its elements, hashed."""
 
-Kept: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
-"""Momenta beside what they were before the step."""
+OldMomenta: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
+"""Momenta, and copies of what they were before the step."""
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
 
 @lru_cache
-def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
-    """Whether ``total.add_(addend, alpha=…)`` on this CPU rounds every element alike, in tensors of any length and stride.
+def adds_uniformly(total: torch.dtype, addend: torch.dtype) -> bool:
+    """Whether ``total.add_(addend, alpha=…)`` on this CPU rounds every element in the same way, at any length and stride.
 
     In 16 bits it usually does not: the last elements are rounded once more than the others. Elements with gaps between them, as
     the parts of an interleaved weight have, are processed one by one too.
@@ -50,14 +52,20 @@ def adds_alike(total: torch.dtype, addend: torch.dtype) -> bool:
     return torch.equal(with_gaps, whole) and all(torch.equal(in_pieces(size), whole) for size in _TRIAL_SIZES)
 
 
-def _all_add_alike(totals: list[Tensor], addends: list[Tensor]) -> bool:
+def _all_add_uniformly(totals: list[Tensor], addends: list[Tensor]) -> bool:
     if totals[0].device.type != "cpu":
         return True
-    return all(adds_alike(*dtypes) for dtypes in {(a.dtype, b.dtype) for a, b in zip(totals, addends, strict=True)})
+    return all(adds_uniformly(*dtypes) for dtypes in {(a.dtype, b.dtype) for a, b in zip(totals, addends, strict=True)})
 
 
-def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
-    """M ← retain·M + G."""
+def _scaled(grads: list[Tensor], gain: float) -> list[Tensor]:
+    """The gradients times ``gain``, in at least float32; themselves if it is 1."""
+    return grads if gain == 1 else [(grad.float() if is_narrow(grad.dtype) else grad) * gain for grad in grads]
+
+
+def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
+    """M ← retain·M + gain·G."""
+    grads = _scaled(grads, gain)
     if not isinstance(retain, Tensor) and momenta[0].device.type == "cpu" and any(is_narrow(m.dtype) for m in momenta):
         for buffer, grad in zip(momenta, grads, strict=True):  # batched, a factor would be rounded to the buffer's 16 bits
             buffer.mul_(retain).add_(grad)
@@ -68,21 +76,22 @@ def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tenso
 
 def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], momentum: float) -> None:
     """V ← G + momentum·M."""
-    if _all_add_alike(views, momenta):
+    if _all_add_uniformly(views, momenta):
         torch._foreach_copy_(views, grads)
         torch._foreach_add_(views, momenta, alpha=momentum)
         return
     for view, grad, buffer in zip(views, grads, momenta, strict=True):  # dtypes may differ, and decide tensor by tensor
-        if adds_alike(view.dtype, buffer.dtype):
+        if adds_uniformly(view.dtype, buffer.dtype):
             view.copy_(grad).add_(buffer, alpha=momentum)
         else:
             view.copy_(buffer).mul_(momentum).add_(grad)
 
 
 def fill_with_momentum(
-    views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
+    views: Tensors, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None, gain: float = 1.0
 ) -> None:
-    """M ← retain·M + G, and V ← G + momentum·M, or V ← M if ``momentum`` is None."""
+    """M ← retain·M + gain·G, and V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
+    grads = _scaled(grads, gain)
     accumulate(momenta, grads, retain)
     if momentum is None:
         torch._foreach_copy_(views, momenta)
@@ -118,7 +127,7 @@ def apply(
             param.copy_(torch.where(same_way, decayed, param, out=decayed))
     elif isinstance(decay, Tensor) or decay != 1.0:
         torch._foreach_mul_(params, decay)
-    if not isinstance(rate, Tensor) and _all_add_alike(params, updates):
+    if not isinstance(rate, Tensor) and _all_add_uniformly(params, updates):
         torch._foreach_add_(params, updates, alpha=-rate)
     else:
         torch._foreach_mul_(updates, rate)
@@ -145,17 +154,17 @@ class Elementwise:
         cautious: bool = False,
         counters: Counters | None = None,
         scratch: RoundingScratch | None = None,
-        kept: Kept | None = None,
+        old_momenta: OldMomenta | None = None,
     ) -> None:
         """p ← p·decay − rate·update, as ``apply`` of this module.
 
-        With ``kept``, elements whose update is not finite keep weight and momentum.
+        With ``old_momenta``, elements whose update is not finite keep weight and momentum.
         """
-        finite = [torch.isfinite(update) for update in updates] if kept else []
-        before = [param.clone() for param in params] if kept else []
+        finite = [torch.isfinite(update) for update in updates] if old_momenta else []
+        before = [param.clone() for param in params] if old_momenta else []
         apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
-        if kept:
-            for now, old, stays in zip([*params, *kept[0]], [*before, *kept[1]], finite * 2, strict=True):
+        if old_momenta:
+            for now, old, stays in zip([*params, *old_momenta[0]], [*before, *old_momenta[1]], finite * 2, strict=True):
                 now.copy_(torch.where(stays, now, old))
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -220,20 +229,20 @@ class FusedElementwise(Elementwise):
                 'mended, pass kernels="torch".'
             ) from error
 
-    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
         for fused, (m, g) in _by_dtype(momenta, grads):
-            (self._kernels if fused else self._plain).accumulate(m, g, retain)
+            (self._kernels if fused else self._plain).accumulate(m, g, retain, gain)
 
     def fill(
-        self, views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], retain: float | Tensor, momentum: float | None
+        self, views: Tensors, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None, gain: float = 1.0
     ) -> None:
         for fused, (v, g, m) in _by_dtype(views, grads, momenta):
             if fused:
-                self._kernels.fill(v, g, m, retain, momentum)
+                self._kernels.fill(v, g, m, retain, momentum, gain)
                 continue
             narrow = is_narrow(v[0].dtype)
             wide = [torch.empty_like(view, dtype=torch.float32) for view in v] if narrow else v
-            self._plain.fill(wide, g, m, retain, momentum)
+            self._plain.fill(wide, g, m, retain, momentum, gain)
             if narrow:  # rounded once, as by the kernels
                 torch._foreach_copy_(v, wide)
 
@@ -247,15 +256,17 @@ class FusedElementwise(Elementwise):
         cautious: bool = False,
         counters: Counters | None = None,
         scratch: RoundingScratch | None = None,
-        kept: Kept | None = None,
+        old_momenta: OldMomenta | None = None,
     ) -> None:
-        ((fused, _), *others) = _by_dtype(params, updates, *(kept or ()))
-        assert kept or not others, "the parameters have one dtype, and so have the updates"
+        ((fused, _), *others) = _by_dtype(params, updates, *(old_momenta or ()))
+        assert old_momenta or not others, "the parameters have one dtype, and so have the updates"
         if not fused or others:
-            self._plain.apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch, kept=kept)
+            self._plain.apply(
+                params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch, old_momenta=old_momenta
+            )
             return
         hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
-        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, kept=kept)
+        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, old_momenta=old_momenta)
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         for fused, (t, s) in _by_dtype(targets, sources):

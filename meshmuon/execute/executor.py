@@ -1,4 +1,4 @@
-"""Runs a plan: keeps buffers and views from step to step, and rebuilds them when the plan changes."""
+"""Runs a plan. Buffers and views are kept from step to step, and rebuilt when the plan changes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from ..plan import Action, Plan, pipeline_order
 from ..transport import Exchange
 from .build import RankProgram, RankProgramBuilder
 from .elementwise import Elementwise, FusedElementwise
+from .local_batch import STAGED_IN_FLIGHT
 from .ortho_batch import joined_errors
-from .step_param import UNOBSERVED, CheckedUpdates, ExecutorSettings, Observer, RunningStep, StepParam
-from .wave import STAGED_IN_FLIGHT
+from .settings import ExecutorSettings
+from .step_param import UNOBSERVED, CheckedUpdates, Observer, RunningStep, StepParam
 
 
 class StepExecutor(ABC):
-    """What runs the Muon part of an optimizer's step. The optimizer calls it, on every rank that takes part in the step:
+    """Runs what Muon does in an optimizer's step. The optimizer calls it, on every rank that takes part in the step:
 
     1. ``prepare``: once per plan, after all ranks have agreed on the plan and before any piece travels. It makes buffers and
        views. When it returns, ``plan`` is the plan. If a rank cannot make something that belongs to the plan, the optimizer calls
        ``discard`` on all ranks, and none of them runs.
     2. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same step, because
        they exchange with each other in it. ``step_params`` is in the order of ``plan.params`` at every call; the tensors and
-       numbers in it may be other ones, their shapes, dtypes, devices, schemes and rules are those that were prepared. ``idle``
+       numbers in it may change, their shapes, dtypes, devices, schemes and rules may not. ``idle``
        parameters have no gradient on any rank and are not stepped; except for private ones, they are the same on all ranks.
     3. ``during_last_scatter``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last
        results are waited for. The optimizer steps AdamW's parameters there; if that communicates, then on all ranks.
@@ -41,12 +42,12 @@ class StepExecutor(ABC):
         self.settings = settings  # the optimizer replaces them, on all ranks, if a kernel does not run on one of them
         self.plan: Plan | None = None
         self.failed_for_all = False  # whether matrices failed in the last ``run``, and all ranks know it; the same on all ranks
-        self.elementwise = Elementwise()  # who works on elements, once a plan is prepared
+        self.elementwise = Elementwise()  # does the elementwise work; chosen when a plan is prepared
         self.checked: Sequence[CheckedUpdates] = ()  # by the last ``run``, on this rank; none unless updates are guarded
 
     @abstractmethod
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
-        """Makes ready for a plan.
+        """Prepares a plan: buffers and views.
 
         Args:
             plan: the same on all of its ranks, except for parameters that are private to a rank.
@@ -56,7 +57,7 @@ class StepExecutor(ABC):
         """
 
     def discard(self) -> None:
-        """Gives up what was prepared, if anything: ``plan`` is None, and no buffer is held."""
+        """Discards what was prepared, if anything: ``plan`` is None, and no buffer is held."""
         self.plan = None
 
     @abstractmethod
@@ -137,7 +138,7 @@ class Executor(StepExecutor):
         rule_states = [rule_state.run(step) for rule_state in program.rule_states if not rule_state.params <= idle]
         unfinished: list[Iterator[None]] = []  # staged batches whose updates the host applies while the last results travel
 
-        def local() -> None:
+        def run_local_batches() -> None:
             advance(rule_states)
             for batch in program.local:
                 batch.run(step)
@@ -155,7 +156,7 @@ class Executor(StepExecutor):
             gathered_ahead=program.gathered_ahead,
             first_sends_last=program.first_sends_last,
         )
-        run_pipeline(waves, order, local, before_last_results)
+        run_pipeline(waves, order, run_local_batches, before_last_results)
         finish_all(rule_states)
         streams.main_waits(streams.side_mark())
         step.free_gradients(program.freed_at_end)  # the main stream may now reuse what the side stream has read
@@ -183,10 +184,11 @@ def run_pipeline(
     local: Callable[[], None],
     during_last_scatter: Callable[[], None],
 ) -> None:
-    """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` has found.
+    """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` found (``plan/schedule.py``).
 
     The waves are generators that yield twice: after sending their pieces, and after sending their results; one that sends these
-    in a turn of its own yields before it as well.
+    in a turn of its own yields before it as well. Four waves, three in flight: gather 0, gather 1, local, compute 0, gather 2,
+    compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3.
     """
     for action, wave in order:
         if action is Action.LOCAL:
@@ -200,7 +202,7 @@ def run_pipeline(
 
 
 def run_ahead(waves: Sequence[Iterator[None]], in_flight: int) -> list[Iterator[None]]:
-    """Runs waves in the same order up to where ``during_last_scatter`` would come. Returns those that are left to be finished."""
+    """Runs waves in the same order up to ``during_last_scatter``. Returns the unfinished ones."""
     left = dict(enumerate(waves))
     for action, wave in pipeline_order(len(waves), in_flight):
         if action is Action.DURING_LAST_SCATTER:
@@ -238,11 +240,11 @@ def guarded(action: Callable[[], None], failures: list[Exception]) -> None:
 def take_first(failures: list[Exception]) -> Exception | None:
     """The first failure of a step, if there is one, and before others one that only this rank knows; clears the list.
 
-    If matrices have failed, it names all of them that failed alike: known to all ranks, or to this one only.
+    If matrices have failed, it names all that failed in the same way: known to all ranks, or to this one only.
     """
     known = [isinstance(failure, OrthogonalizeError) and failure.known_to_all for failure in failures]
-    alike = [failure for failure, by_all in zip(failures, known, strict=True) if by_all == all(known)]
+    same_kind = [failure for failure, by_all in zip(failures, known, strict=True) if by_all == all(known)]
     failures.clear()
-    if alike and isinstance(alike[0], OrthogonalizeError):
-        return joined_errors([failure for failure in alike if isinstance(failure, OrthogonalizeError)])
-    return alike[0] if alike else None
+    if same_kind and isinstance(same_kind[0], OrthogonalizeError):
+        return joined_errors([failure for failure in same_kind if isinstance(failure, OrthogonalizeError)])
+    return same_kind[0] if same_kind else None

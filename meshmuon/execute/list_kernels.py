@@ -46,7 +46,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 
 def _jit(function: Callable[..., Any]) -> Any:
     # triton.jit carries no types; this one place says so to the type checker. Lists grow and shrink with the parameters that have
-    # gradients: a length of 1 or a multiple of 16 would be compiled anew in the middle of a step.
+    # gradients: a length of 1 or a multiple of 16 would recompile them in the middle of a step.
     return triton.jit(function, do_not_specialize=("tensors",))
 
 
@@ -161,7 +161,9 @@ def _momentum_kernel(
     tensors: tl.tensor,
     retain: tl.tensor,
     momentum: tl.tensor,
+    gain: tl.tensor,
     retain_in_memory: tl.constexpr,
+    scales: tl.constexpr,
     looks_ahead: tl.constexpr,
     fills: tl.constexpr,
     kind_0: tl.constexpr,
@@ -176,6 +178,8 @@ def _momentum_kernel(
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
     grad = _read(address, offsets, inside, kind_0, dense)
+    if scales:  # else it would change how the sums below are rounded
+        grad = grad * gain
     address, offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
     buffer = _read(address, offsets, inside, kind_1, dense)
     buffer = buffer * _scalar(retain, retain_in_memory) + grad
@@ -372,7 +376,7 @@ class ListTable:
 def _rows(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Rows of the table for one tensor of each operand: sizes, then address and strides per operand.
 
-    Neighbouring dims that all operands walk through alike are joined. A tensor of too many dims takes several rows.
+    Neighbouring dims are joined if the strides of all operands allow it. A tensor of too many dims takes several rows.
     """
     shape = tensors[0].shape
     if not tensors[0].numel():
@@ -431,9 +435,9 @@ class ListKernels:
         with self.only_compiles():
             table.emptied().launch(kernel, *arguments, **constants)
 
-    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor) -> None:
-        """M ← retain·M + G."""
-        self.fill(None, grads, momenta, retain, None)
+    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
+        """M ← retain·M + gain·G."""
+        self.fill(None, grads, momenta, retain, None, gain)
 
     def fill(
         self,
@@ -442,14 +446,16 @@ class ListKernels:
         momenta: Sequence[Tensor],
         retain: float | Tensor,
         momentum: float | None,
+        gain: float = 1.0,
     ) -> None:
-        """M ← retain·M + G; then, if there are views, V ← G + momentum·M, or V ← M if ``momentum`` is None."""
+        """M ← retain·M + gain·G; then, if there are views, V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
         operands = (grads, momenta) if views is None else (grads, momenta, views)
         self._launch(
             self._table(*operands),
             _momentum_kernel,
-            *_as_arguments(retain, 1.0 if momentum is None else momentum),
+            *_as_arguments(retain, 1.0 if momentum is None else momentum, gain),
             retain_in_memory=isinstance(retain, Tensor),
+            scales=gain != 1,
             looks_ahead=momentum is not None,
             fills=views is not None,
             kind_0=_KINDS[grads[0].dtype],
@@ -466,14 +472,14 @@ class ListKernels:
         *,
         cautious: bool,
         counters: Sequence[tuple[Tensor, Tensor, Tensor]] | None,
-        kept: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        old_momenta: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     ) -> None:
         """p ← p·decay − rate·update, rounded once.
 
         Stochastically with ``counters``: of each tensor the hashed rows and columns of its elements, and its counter. With
-        ``kept``, momenta and what they were, elements whose update is not finite keep weight and momentum.
+        ``old_momenta``, momenta and what they were, elements whose update is not finite keep weight and momentum.
         """
-        operands: list[Sequence[Tensor]] = [params, updates, *(kept or ())]
+        operands: list[Sequence[Tensor]] = [params, updates, *(old_momenta or ())]
         if counters is not None:
             pairs = list(zip(counters, params, strict=True))
             operands += [[numbers[k].expand(param.shape) for numbers, param in pairs] for k in range(2)]
@@ -486,10 +492,10 @@ class ListKernels:
             rate_in_memory=isinstance(rate, Tensor),
             cautious=cautious,
             stochastic=counters is not None,
-            guarded=kept is not None,
+            guarded=old_momenta is not None,
             kind_0=_KINDS[params[0].dtype],
             kind_1=_KINDS[updates[0].dtype],
-            kind_2=0 if kept is None else _KINDS[kept[0][0].dtype],
+            kind_2=0 if old_momenta is None else _KINDS[old_momenta[0][0].dtype],
         )
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -510,4 +516,4 @@ class ListKernels:
 
 
 def _as_arguments(*scalars: float | Tensor) -> list[float | Tensor]:
-    return [scalar if isinstance(scalar, Tensor) else float(scalar) for scalar in scalars]  # an int would be compiled anew
+    return [scalar if isinstance(scalar, Tensor) else float(scalar) for scalar in scalars]  # an int would recompile the kernel

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,11 +29,10 @@ from ..ortho import (
 )
 from ..ortho.kernels.products import BlockedProducts, FunctionalProducts
 from ..torch_compat import own_graph_per_shape
-from .step_param import UNOBSERVED, ExecutorSettings, MatrixKey, Observer, RunningStep, StepParam
+from .settings import ExecutorSettings
+from .step_param import UNOBSERVED, MatrixKey, Observer, RunningStep, StepParam
 
 ShowGram: TypeAlias = Callable[[Tensor], None]
-Orthogonaliser: TypeAlias = "tuple[Callable[[], None], Callable[[ShowGram], None] | None]"
-"""What orthogonalises matrices in their memory; the second also shows the Gram matrices, where it can."""
 
 _MOST_NAMES = 5  # that an error lists
 MATRICES = "matrices"
@@ -44,12 +43,12 @@ MATRICES = "matrices"
 class BatchMemory:
     """Where batches are orthogonalised. Those of one ``name`` share their memory, those of one workspace their scratch.
 
-    Batches of one kind (name, shape, dtypes, scheme) have the same addresses: one orthogonaliser or CUDA graph serves them all.
+    Batches of one kind (name, shape, dtypes, scheme) have the same addresses: they share one ``PreparedOrtho`` or CUDA graph.
     """
 
     workspace: Workspace
     name: str = MATRICES
-    orthogonalisers: dict[Hashable, Orthogonaliser] = field(default_factory=dict)  # by the kind of batch
+    prepared: dict[Hashable, PreparedOrtho] = field(default_factory=dict)  # by the kind of batch
     graphs: Graphs = field(default_factory=list)  # of all kinds
 
     def stacked(self, size: int, template: StepParam) -> Tensor:
@@ -91,13 +90,13 @@ class OrthoBatch:
         self._rule, self._flipped = template.rule, template.matrix_set.flipped
         self._one_by_one = settings.deterministic
         dtypes = template.compute_dtype, template.update_dtype
-        # A callable need not be hashable; its orthogonaliser keeps it alive.
+        # A callable need not be hashable; what is prepared for it keeps it alive.
         scheme = template.scheme if isinstance(template.scheme, Scheme) else id(template.scheme)
         kind = memory.name, self.stacked.shape, scheme, dtypes, template.work_device
-        self.first_of_kind = kind not in memory.orthogonalisers
+        self.first_of_kind = kind not in memory.prepared
         if self.first_of_kind:
-            memory.orthogonalisers[kind] = _orthogonaliser(self.stacked, template, memory, settings)
-        self._orthogonalise, self._orthogonalise_showing = memory.orthogonalisers[kind]
+            memory.prepared[kind] = prepare_ortho(self.stacked, template, memory, settings)
+        self._prepared = memory.prepared[kind]
         self._fallible = template.fallible
         # Where updates are guarded, NaN for each matrix that is not finite, else 0.
         self._nonfinite = self.stacked.new_zeros(len(matrices)) if settings.guarded else None
@@ -113,7 +112,7 @@ class OrthoBatch:
             return
         try:
             self.stacked.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
-            self._orthogonalise()
+            self._prepared.run()
         except Exception as error:
             size = " × ".join(map(str, self.stacked.shape))
             raise KernelError(
@@ -143,15 +142,15 @@ class OrthoBatch:
                 if step.idle:
                     self._overwrite_idle(step.idle)
                 # What a rule makes of the momentum before has another Gram matrix.
-                gram_follows = observer is not UNOBSERVED and self._rule is None and self._orthogonalise_showing is not None
+                gram_follows = observer is not UNOBSERVED and self._rule is None and self._prepared.run_showing is not None
                 observer.momentum(self.matrices, self.stacked, gram_follows=gram_follows)
                 if self._rule is None:
-                    self._orthogonalise_for(observer, shows_gram=gram_follows)
+                    self._run_prepared(observer, shows_gram=gram_follows)
                 else:
                     batches = self._seen_by_rule()
                     for stacked, _ in batches:
                         self._rule.before(stacked)
-                    self._orthogonalise_for(observer)
+                    self._run_prepared(observer)
                     for stacked, numbers in batches:
                         self._rule.after(stacked, numbers)
                 observer.update(self.matrices, self.stacked)
@@ -183,11 +182,11 @@ class OrthoBatch:
             self.rule_state.copy_(torch.where(flags.isnan()[:, None], rule_state, self.rule_state))
         step.checked.append((self._names, flags))
 
-    def _orthogonalise_for(self, observer: Observer, *, shows_gram: bool = False) -> None:
-        if shows_gram and self._orthogonalise_showing is not None:
-            self._orthogonalise_showing(partial(observer.gram, self.matrices))
+    def _run_prepared(self, observer: Observer, *, shows_gram: bool = False) -> None:
+        if shows_gram and self._prepared.run_showing is not None:
+            self._prepared.run_showing(partial(observer.gram, self.matrices))
         else:
-            self._orthogonalise()
+            self._prepared.run()
         observer.orthogonalised(self.matrices, self.stacked)
 
     def _seen_by_rule(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -225,33 +224,40 @@ def joined_errors(errors: Sequence[OrthogonalizeError]) -> OrthogonalizeError:
     return joined
 
 
-def _orthogonaliser(stacked: Tensor, template: StepParam, memory: BatchMemory, settings: ExecutorSettings) -> Orthogonaliser:
-    """What orthogonalises ``stacked`` in place: eager with reused buffers, a CUDA graph of that, or compiled.
+class PreparedOrtho(NamedTuple):
+    """What orthogonalises a batch in its memory. No argument says which: the memory is part of it."""
+
+    run: Callable[[], None]
+    run_showing: Callable[[ShowGram], None] | None  # also shows the Gram matrices, where it can
+
+
+def prepare_ortho(stacked: Tensor, template: StepParam, memory: BatchMemory, settings: ExecutorSettings) -> PreparedOrtho:
+    """What orthogonalises ``stacked``: ``iterate`` with reused buffers, a CUDA graph of that, or compiled.
 
     Gram matrices are shown in at least 32 bits. Inverses may wait for the device, which no graph can record.
     """
     scheme, dtype, form = template.scheme, template.compute_dtype, settings.form
     if not stacked.numel():
-        return lambda: None, None
+        return PreparedOrtho(lambda: None, None)
     if settings.compile:
-        return _compiled(stacked, scheme, dtype, settings), None
+        return PreparedOrtho(_compiled(stacked, scheme, dtype, settings), None)
     graphs = memory.graphs if settings.cuda_graphs else None
     if not isinstance(scheme, Scheme):
 
         def call() -> None:
             stacked.copy_(call_scheme(scheme, stacked, one_by_one=settings.deterministic))
 
-        return replay_for(stacked.device, call, graphs), None
+        return PreparedOrtho(replay_for(stacked.device, call, graphs), None)
     products = settings.products(stacked.device)
     blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
-    steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked)
+    steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked, scheme.norm_floor)
 
-    def orthogonalise(show_gram: ShowGram | None = None) -> None:
+    def run(show_gram: ShowGram | None = None) -> None:
         with wide_sums(stacked.device, dtype):
             iterate(stacked, steps, blocks, scratch, products, show_gram)
 
-    replay = replay_for(stacked.device, orthogonalise, None if scheme.rational else graphs)
-    return replay, orthogonalise if dtype.itemsize >= 4 and replay is orthogonalise else None
+    replay = replay_for(stacked.device, run, None if scheme.rational else graphs)
+    return PreparedOrtho(replay, run if dtype.itemsize >= 4 and replay is run else None)
 
 
 def _compiled(
@@ -259,11 +265,12 @@ def _compiled(
 ) -> Callable[[], None]:
     eager: Orthogonalizer
     if isinstance(scheme, Scheme):
-        steps, blocks = scheme.steps, blocks_for(stacked.size(1), stacked.size(2), scheme, form=settings.form, dtype=dtype)
+        steps, norm_floor = scheme.steps, scheme.norm_floor
+        blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=settings.form, dtype=dtype)
 
         def traceable(x: Tensor) -> Tensor:
             result = torch.empty_like(x)
-            iterate(x, steps, blocks, Scratch(Workspace(), x, dtype, result), FunctionalProducts())
+            iterate(x, steps, blocks, Scratch(Workspace(), x, dtype, result, norm_floor), FunctionalProducts())
             return result
 
         eager = traceable
@@ -272,9 +279,9 @@ def _compiled(
     backend = settings.compile if isinstance(settings.compile, str) else "inductor"
     compiled = torch.compile(eager, backend=backend, dynamic=False)
 
-    def orthogonalise() -> None:
+    def run() -> None:
         own_sums = wide_sums(stacked.device, dtype) if isinstance(scheme, Scheme) else nullcontext()
         with own_graph_per_shape(), torch.autocast(stacked.device.type, enabled=False), own_sums:
             stacked.copy_(call_scheme(compiled, stacked, one_by_one=settings.deterministic))
 
-    return orthogonalise
+    return run

@@ -26,11 +26,13 @@ from ..plan import (
 )
 from ..torch_compat import local_part
 from ..transport import Exchange
-from .buffers import CopyPairs, Hop, PreparedExchange, RelayMemory, Staging
+from .buffers import RelayMemory, Staging
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
+from .settings import ExecutorSettings
 from .shards import ShardView
-from .step_param import ExecutorSettings, MatrixKey, StepParam
+from .step_param import MatrixKey, StepParam
 from .views import LocalWindow
+from .wave import CopyPairs, Hop, PreparedExchange
 
 PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""
@@ -40,9 +42,9 @@ ListsOfRank: TypeAlias = "Callable[[int], tuple[Sequence[PieceTransfer], Sequenc
 
 @dataclass(frozen=True, slots=True)
 class MatrixRange:
-    """Matrices [start, stop) of the local tensor of parameter ``param_index``; only equal ``key``s may share a batch."""
+    """Matrices [start, stop) of the local tensor of part ``part_index`` of the plan; only equal ``key``s may share a batch."""
 
-    param_index: int
+    part_index: int
     start: int
     stop: int
     key: Hashable = None
@@ -103,18 +105,18 @@ class ProgramBuilder:
         return batches
 
     def _batches(self, ranges: Sequence[MatrixRange]) -> list[MatrixBatch]:
-        items = [self.step_params[r.param_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
-        devices = sorted((self.step_params[r.param_index].work_device for r in ranges), key=lambda device: device.type == "cpu")
+        items = [self.step_params[r.part_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
+        devices = sorted((self.step_params[r.part_index].work_device for r in ranges), key=lambda device: device.type == "cpu")
         budget = self.settings.batch_bytes(devices[0]) if devices else 1
         return [
-            [replace(full, start=full.start + part.start, stop=full.start + part.stop) for part, full in slices]
+            [replace(whole, start=whole.start + item.start, stop=whole.start + item.stop) for item, whole in slices]
             for batch in plan_batches(items, budget=budget, chunk_size=self.settings.chunk_size)
-            for slices in [[(part, ranges[part.item]) for part in batch.slices]]
+            for slices in [[(item, ranges[item.item]) for item in batch.slices]]
         ]
 
     def template(self, batch: MatrixBatch) -> StepParam:
         """The first parameter of a batch: it has the shape, dtypes, device, scheme and rule of all of them."""
-        return self.step_params[batch[0].param_index]
+        return self.step_params[batch[0].part_index]
 
     def lane_template(self, wave: int) -> StepParam:
         """The first parameter of a wave's lane: it has the device and the dtypes of all of them."""
@@ -124,16 +126,16 @@ class ProgramBuilder:
     def ortho_batch(self, batch: MatrixBatch, memory: str = MATRICES) -> OrthoBatch:
         """A batch with its tensors; the workspace must have been reserved."""
         matrices: dict[MatrixKey, str] = {}
-        for part in batch:
-            held, name = self._matrix_at[part.param_index], self.plan.params[part.param_index].name
-            matrices |= {(part.param_index, held[k]): name for k in range(part.start, part.stop)}
+        for matrix_range in batch:
+            held, name = self._matrix_at[matrix_range.part_index], self.plan.params[matrix_range.part_index].name
+            matrices |= {(matrix_range.part_index, held[k]): name for k in range(matrix_range.start, matrix_range.stop)}
         ortho_batch = OrthoBatch(matrices, self.template(batch), replace(self.memory, name=memory), self.settings)
         if ortho_batch.first_of_kind:
             ortho_batch.try_out()
         return ortho_batch
 
-    def kept_slot(self, slot: int) -> int | None:
-        """Where the momentum of a wave or batch is kept until its update is known to be finite; None if it need not be."""
+    def momentum_slot(self, slot: int) -> int | None:
+        """Where the old momenta of a wave or batch stay until its update is known to be finite; None if they need not."""
         return slot if self.settings.guarded else None
 
     def staging(self, device: torch.device) -> Staging:
@@ -143,18 +145,18 @@ class ProgramBuilder:
         return self.stagings[device]
 
     def shard_views(self, matrix_range: MatrixRange, view: Tensor) -> list[ShardView]:
-        """This rank's part of ``matrix_range``, which the contiguous ``view`` holds in the same order.
+        """This rank's pieces of ``matrix_range``, which the contiguous ``view`` holds in the same order.
 
         It is one shard view, or a few if the parts of a fused weight take turns.
         """
-        step_param = self.step_params[matrix_range.param_index]
-        return self._cut(matrix_range, local_part(step_param.param), self._windows[matrix_range.param_index], view)
+        step_param = self.step_params[matrix_range.part_index]
+        return self._cut(matrix_range, local_part(step_param.param), self._windows[matrix_range.part_index], view)
 
     def rule_state_views(self, matrix_range: MatrixRange, view: Tensor) -> list[ShardView]:
-        """This rank's part of the rule state of ``matrix_range``, likewise."""
-        step_param = self.step_params[matrix_range.param_index]
+        """The same for the rule state of ``matrix_range``."""
+        step_param = self.step_params[matrix_range.part_index]
         assert step_param.rule_state is not None
-        window = _local_window(rule_state_param(self.plan.params[matrix_range.param_index], step_param), self.rank)
+        window = _local_window(rule_state_param(self.plan.params[matrix_range.part_index], step_param), self.rank)
         return self._cut(matrix_range, local_part(step_param.rule_state), window, view)
 
     def piece_views(self, placed: PlacedTransfers, buffer: Tensor) -> list[ShardView]:
@@ -166,19 +168,19 @@ class ProgramBuilder:
         ]
 
     def _cut(self, matrix_range: MatrixRange, local: Tensor, window: LocalWindow | None, view: Tensor) -> list[ShardView]:
-        param_index, stack_dims = matrix_range.param_index, self.step_params[matrix_range.param_index].matrix_set.stack_dims
+        part_index, stack_dims = matrix_range.part_index, self.step_params[matrix_range.part_index].matrix_set.stack_dims
         stack = (slice(matrix_range.start, matrix_range.stop),) if stack_dims else ()
-        matrix = self._matrix_at[param_index].get(matrix_range.start, 0)
+        matrix = self._matrix_at[part_index].get(matrix_range.start, 0)
         inside = local[stack].shape
         if window is not None:
             inside = window.shape(inside[:stack_dims], inside[stack_dims + 2 :])
         if inside == local.shape:
-            return [ShardView(param_index, None, view.view(inside), matrix)]
+            return [ShardView(part_index, None, view.view(inside), matrix)]
         if window is None:
-            return [ShardView(param_index, stack, view.view(inside), matrix)]
-        return [ShardView(param_index, cut, part, matrix) for cut, part in window.cuts(stack, view.view(inside))]
+            return [ShardView(part_index, stack, view.view(inside), matrix)]
+        return [ShardView(part_index, cut, cut_view, matrix) for cut, cut_view in window.cuts(stack, view.view(inside))]
 
-    def exchange_buffers(self, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory) -> PreparedExchange:
+    def prepare_exchange(self, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory) -> PreparedExchange:
         """What one exchange sends and receives: the beginnings of two flat buffers, and the elements of each rank in them.
 
         Args:
@@ -245,7 +247,7 @@ def scatters(routes_of_rank: Callable[[int], WaveRoutes]) -> ListsOfRank:
 
 
 def batch_size(batch: MatrixBatch) -> int:
-    return sum(part.stop - part.start for part in batch)
+    return sum(matrix_range.stop - matrix_range.start for matrix_range in batch)
 
 
 def _elements_by_peer(rank: int, transfers: Sequence[PieceTransfer]) -> dict[int, int]:
@@ -266,7 +268,7 @@ def offsets_of(transfers: Sequence[PieceTransfer], start: int = 0) -> PlacedTran
 
 
 def rule_state_param(planned: PlannedParam, step_param: StepParam) -> PlannedParam:
-    """The rule state of a parameter as a parameter of its own: on the same mesh, with the same placements.
+    """The rule state of a parameter as a separate parameter: on the same mesh, with the same placements.
 
     A (64, 48) weight has rule state of shape (64, 1). Sharded by columns over 4 ranks, the weight has 12 columns on each of them,
     and the rule state is on the first: the rank that holds column 0 of a row also holds the rule state of that row.
@@ -277,7 +279,7 @@ def rule_state_param(planned: PlannedParam, step_param: StepParam) -> PlannedPar
 
 
 def _wave_params(plan: Plan) -> list[frozenset[int]]:
-    """Wave by wave, the parameters whose matrices travel in it, between whichever ranks."""
+    """The parts whose matrices travel in each wave, between any ranks."""
     params: list[set[int]] = [set() for _ in plan.wave_lanes]
     for task in plan.tasks:
         if task.wave != NO_WAVE:

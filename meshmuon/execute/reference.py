@@ -75,7 +75,8 @@ class ReferenceExecutor(StepExecutor):
         with observer.phase("momentum"):
             update = first.momentum.to(first.update_dtype, copy=True)
             look_ahead = settings.momentum if settings.nesterov else None
-            fill_with_momentum([local_part(update)], [local_part(first.grad)], [momentum], settings.retain, look_ahead)
+            grads, factors = [local_part(first.grad)], (settings.retain, look_ahead, settings.gain)
+            fill_with_momentum([local_part(update)], grads, [momentum], *factors)
         with observer.phase("gather"):
             full, numbers = whole(update), None if first.rule_state is None else whole(first.rule_state).clone()
         assert self.plan is not None

@@ -50,8 +50,8 @@ class Elements:
         """Hashes in place of the indices of rows and columns, the same at every step. ``RandomWords`` is made from them."""
         return Elements(_mixed(self.rows + _GAMMA), _mixed(self.cols - _GAMMA))
 
-    def part(self, cut: Cut | None) -> Elements:
-        """The elements of a part of the local tensor."""
+    def cut_out(self, cut: Cut | None) -> Elements:
+        """The elements of a cut of the local tensor."""
         return self if cut is None else Elements(cut_out_of_broadcast(self.rows, cut), cut_out_of_broadcast(self.cols, cut))
 
 
@@ -84,13 +84,13 @@ class RandomWords:
         seed = _mixed(_wrapped(_mixed(key) + count * _GAMMA))
         return cls(_word(elements.rows ^ seed), _word(elements.cols ^ _mixed(_wrapped(seed + _GAMMA))))
 
-    def part(self, cut: Cut) -> RandomWords:
-        """The words of a part of the tensor."""
+    def cut_out(self, cut: Cut) -> RandomWords:
+        """The words of a cut of the tensor."""
         return RandomWords(cut_out_of_broadcast(self.rows, cut), cut_out_of_broadcast(self.cols, cut))
 
 
-_Part: TypeAlias = "tuple[Tensor, Tensor, RandomWords | None]"
-"""A part of a parameter, its update, and its random words if it is rounded stochastically."""
+_CutUpdate: TypeAlias = "tuple[Tensor, Tensor, RandomWords | None]"
+"""A cut of a parameter, its update, and its random words if it is rounded stochastically."""
 
 
 class RoundingScratch:
@@ -115,7 +115,7 @@ class RoundingScratch:
 
 
 def chunks_of(shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, ...]]:
-    """Cuts a tensor of ``shape`` into parts that a step forms at a time: indices, ``()`` for the whole tensor."""
+    """Cuts a tensor of ``shape`` into chunks that a step forms at a time: indices, ``()`` for the whole tensor."""
     return _cuts_within(tuple(shape), _chunk_size(device))
 
 
@@ -151,7 +151,7 @@ def apply_narrow(
     Each operation rounds once in float32, so that the same bits follow wherever an element lies. Large parameters are cut into
     chunks, small ones share one.
     """
-    chunk: list[_Part] = []
+    chunk: list[_CutUpdate] = []
     held, limit = 0, _chunk_size(params[0].device)
     for param, update, param_words in zip(params, updates, words or [None] * len(params), strict=True):
         for cut in chunks_of(param.shape, param.device) if param.numel() else ():
@@ -159,14 +159,14 @@ def apply_narrow(
             if held + target.numel() > limit and chunk:
                 _apply_chunk(chunk, decay, rate, cautious=cautious, scratch=scratch)
                 chunk, held = [], 0
-            chunk.append((target, update[cut], None if param_words is None else param_words.part(cut)))
+            chunk.append((target, update[cut], None if param_words is None else param_words.cut_out(cut)))
             held += target.numel()
     if chunk:
         _apply_chunk(chunk, decay, rate, cautious=cautious, scratch=scratch)
 
 
 def _apply_chunk(
-    chunk: Sequence[_Part], decay: float | Tensor, rate: float | Tensor, *, cautious: bool, scratch: RoundingScratch
+    chunk: Sequence[_CutUpdate], decay: float | Tensor, rate: float | Tensor, *, cautious: bool, scratch: RoundingScratch
 ) -> None:
     targets, changes = [target for target, _, _ in chunk], [change for _, change, _ in chunk]
     weights = scratch.take_like("weight", targets, torch.float32)
@@ -211,9 +211,10 @@ def round_stochastically(numbers: Tensor, words: RandomWords, scratch: RoundingS
 def advance_counters(counters: Iterable[Tensor | None], skip_mask: Tensor | None) -> None:
     """Counts a step of the parameters with these counters; not if ``skip_mask``, a boolean on a device, is true."""
     counts = [counter[1:] for counter in dict.fromkeys(counters) if counter is not None]
-    if skip_mask is None and counts:
-        torch._foreach_add_(counts, 1)
-    elif skip_mask is not None:
+    if skip_mask is None:
+        for device in dict.fromkeys(count.device for count in counts):  # weights may be in host memory beside others
+            torch._foreach_add_([count for count in counts if count.device == device], 1)
+    else:
         for count in counts:
             count.add_(copy_to((~skip_mask).long(), count.device))
 

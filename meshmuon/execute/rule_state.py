@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, PieceTransfer, Plan, WaveRoutes, rank_routes
-from .buffers import CopyPairs, PreparedExchange, RelayMemory
+from .buffers import RelayMemory
 from .program_builder import ProgramBuilder, gathers, rule_state_param, scatters
 from .shards import ShardView, grouped, load_rule_state, store_rule_state
 from .step_param import RunningStep, StepParam
+from .wave import CopyPairs, PreparedExchange
 
 
 @dataclass(frozen=True, slots=True)
 class RuleStateExchange:
     """The rule state of one device and dtype, on one rank."""
 
-    params: frozenset[int]  # the parameters whose numbers travel, between whichever ranks
+    params: frozenset[int]  # the parts whose rule state travels, between any ranks
     sent_shards: list[ShardView]  # this rank's stored numbers, with views of the buffer from which they go to the owners
     gather: PreparedExchange  # the exchange that brings them to the owners
     unpack: CopyPairs  # from the received buffer to the batches of owned matrices
@@ -105,7 +106,7 @@ def _exchange(
         return RelayMemory(builder.workspace, name, name)
 
     def placed(transfers: Sequence[PieceTransfer]) -> tuple[Tensor, list[tuple[PieceTransfer, Tensor]]]:
-        """A buffer that holds exactly these transfers, and the part of each."""
+        """A buffer for exactly these transfers, and the view of each."""
         sizes = [transfer.piece.size for transfer in transfers]
         buffer = torch.zeros(sum(sizes), dtype=template.update_dtype, device=template.work_device)
         return buffer, list(zip(transfers, torch.split(buffer, sizes), strict=True))
@@ -131,9 +132,9 @@ def _exchange(
     return RuleStateExchange(
         params=params,
         sent_shards=shards([*sent, *staying]),
-        gather=builder.exchange_buffers(gather_in, gather_out, gathers(routes_of_rank), memory_of("rule state gather")),
+        gather=builder.prepare_exchange(gather_in, gather_out, gathers(routes_of_rank), memory_of("rule state gather")),
         unpack=CopyPairs(unpacked, arrived),
         pack=CopyPairs(leaving, packed),
-        scatter=builder.exchange_buffers(scatter_in, scatter_out, scatters(routes_of_rank), memory_of("rule state scatter")),
+        scatter=builder.prepare_exchange(scatter_in, scatter_out, scatters(routes_of_rank), memory_of("rule state scatter")),
         received_shards=shards([*received, *staying]),
     )

@@ -1,4 +1,4 @@
-"""Where a step's elements are: parts of parameters, their gradients and momenta, beside views of a buffer.
+"""Where the elements of a step are: in local tensors of parameters, gradients and momenta, and in views of a buffer.
 
 The buffer is the tensor in which a local batch is orthogonalised, or the one that an exchange sends or receives. Each element
 that a rank holds is in one ``MomentumViews`` and in one ``UpdateViews`` of a step. The arithmetic is in ``elementwise``.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..device import copy_to
 from ..torch_compat import local_part, local_parts
-from .elementwise import Kept
+from .elementwise import OldMomenta
 from .rounding import RoundingScratch
 from .step_param import MatrixKey, RunningStep, StepParam
 from .views import Cut, cut_out
@@ -30,65 +30,66 @@ NONE_FAILED: frozenset[MatrixKey] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
-    """A part of a parameter's local tensor and its view of a buffer.
+    """A cut of a parameter's local tensor, and the view of a buffer that has the same elements in a step.
 
     Expert 2 of a local (4, 64, 48) tensor has the cut ``(slice(2, 3),)`` and a view of shape (1, 64, 48).
     """
 
-    param_index: int
-    cut: Cut | None  # which part of the local tensor; None for all of it
-    view: Tensor  # where the part is in a buffer, with the shape of the part
+    part_index: int  # in ``RunningStep.params``
+    cut: Cut | None  # what it takes of the local tensor; None for all of it
+    view: Tensor  # in a buffer, with the shape of the cut
     matrix: int = 0  # number of its matrix in the whole parameter; of the first one, if it has several
-    gradient: Tensor | None = None  # of the part, where it is not that of the parameter
+    gradient: Tensor | None = None  # of these elements, where it is not in the gradient of the parameter
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of ``tensor``, which has the shape of the parameter's local tensor."""
+        """A view of these elements in ``tensor``, which has the shape of the parameter's local tensor."""
         return tensor if self.cut is None else cut_out(tensor, self.cut)
 
     @property
     def key(self) -> MatrixKey:
-        return self.param_index, self.matrix
+        return self.part_index, self.matrix
 
 
-KeptMomentum: TypeAlias = "list[tuple[MatrixKey, Tensor, Tensor]]"
-"""Momentum of matrices that may fail, and what it was before the step."""
+FallibleMomenta: TypeAlias = "list[tuple[MatrixKey, Tensor, Tensor]]"
+"""Matrices that may fail, their momenta, and copies of what these were before the step."""
 
 
 class MomentumViews:
     """From gradient and momentum to what is orthogonalised: the only place in which a step accumulates momentum.
 
-    ``unsent`` are parts that this rank holds and another one, a replica, sends. Only their momentum changes.
+    ``unsent`` are shards that another rank, which holds a replica, sends. Only their momentum changes.
     """
 
     def __init__(self, shards: Sequence[ShardView], step_params: Sequence[StepParam], unsent: Sequence[ShardView] = ()) -> None:
         self._sent, self._unsent = (
-            grouped(parts, lambda shard: step_params[shard.param_index].group_index) for parts in (shards, unsent)
+            grouped(views, lambda shard: step_params[shard.part_index].group_index) for views in (shards, unsent)
         )
 
-    def fill(self, step: RunningStep) -> KeptMomentum:
-        """M ← retain·M + G, and the views get G + momentum·M, or M without Nesterov; those of idle parameters stay as they are.
+    def fill(self, step: RunningStep) -> FallibleMomenta:
+        """M ← retain·M + gain·G, and the views get gain·G + momentum·M, or M without Nesterov; those of idle parameters stay.
 
         Returns the momentum of ``fallible`` parameters as it was, for ``restore``.
         """
-        kept: KeptMomentum = []
+        fallible: FallibleMomenta = []
         for sent, groups in ((True, self._sent), (False, self._unsent)):
             for shards in filter(None, (_without(shards, step.idle) for shards in groups)):
-                first = step.params[shards[0].param_index]
+                first = step.params[shards[0].part_index]
                 momenta = _momenta(shards, step)
                 if first.fallible:
-                    kept += [(shard.key, buffer, buffer.clone()) for shard, buffer in zip(shards, momenta, strict=True)]
+                    fallible += [(shard.key, buffer, buffer.clone()) for shard, buffer in zip(shards, momenta, strict=True)]
                 settings, gradients = first.settings, _gradients(shards, step)
                 if sent:
                     coefficient = settings.momentum if settings.nesterov else None
-                    step.elementwise.fill([shard.view for shard in shards], gradients, momenta, settings.retain, coefficient)
+                    views = [shard.view for shard in shards]
+                    step.elementwise.fill(views, gradients, momenta, settings.retain, coefficient, settings.gain)
                 else:
-                    step.elementwise.accumulate(momenta, gradients, settings.retain)
-        return kept
+                    step.elementwise.accumulate(momenta, gradients, settings.retain, settings.gain)
+        return fallible
 
 
-def restore(kept: KeptMomentum, failed: AbstractSet[MatrixKey] | None = None) -> None:
+def restore(momenta: FallibleMomenta, failed: AbstractSet[MatrixKey] | None = None) -> None:
     """Gives the matrices that have failed, all unless given, the momentum that they had."""
-    for key, buffer, before in kept:
+    for key, buffer, before in momenta:
         if failed is None or key in failed:
             buffer.copy_(before)
 
@@ -96,7 +97,7 @@ def restore(kept: KeptMomentum, failed: AbstractSet[MatrixKey] | None = None) ->
 class UpdateViews:
     """From what was orthogonalised to the weights. ``scratch`` is where parameters of 16 bits are formed.
 
-    If updates are guarded, momentum is kept in ``slot`` of it, which no other wave or batch in flight has. It is taken at once.
+    If updates are guarded, momenta are copied to ``slot`` of it, which no other wave or batch in flight has. It is taken at once.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class UpdateViews:
         slot: int | None = None,
     ) -> None:
         def kind(shard: ShardView) -> Hashable:
-            step_param = step_params[shard.param_index]
+            step_param = step_params[shard.part_index]
             return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype
 
         self._groups = grouped(shards, kind)
@@ -115,13 +116,13 @@ class UpdateViews:
         self._slot = slot
         sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
         for shard in shards if slot is not None else ():
-            if (momentum := step_params[shard.param_index].momentum_buffer) is not None:
+            if (momentum := step_params[shard.part_index].momentum_buffer) is not None:
                 sizes[momentum.dtype, momentum.device] += shard.view.numel()
         for (dtype, device), size in sizes.items():
             self._scratch.take(f"momentum {slot}", (size,), dtype, device)
 
-    def keep_momentum(self, step: RunningStep) -> list[Kept] | None:
-        """What the momentum is before the step, for ``apply``; None if updates are not guarded."""
+    def copy_momenta(self, step: RunningStep) -> list[OldMomenta] | None:
+        """Copies of the momenta before the step, for ``apply``; None if updates are not guarded."""
         if self._slot is None:
             return None
         momenta = [_momenta(_without(shards, step.idle), step) for shards in self._groups]
@@ -132,30 +133,32 @@ class UpdateViews:
             before |= zip(of_dtype, copies, strict=True)
         return [(buffers, [before[buffer] for buffer in buffers]) for buffers in momenta]
 
-    def apply(self, step: RunningStep, failed: AbstractSet[MatrixKey] = NONE_FAILED, kept: Sequence[Kept] | None = None) -> None:
+    def apply(
+        self, step: RunningStep, failed: AbstractSet[MatrixKey] = NONE_FAILED, old_momenta: Sequence[OldMomenta] | None = None
+    ) -> None:
         """p ← p·decay − rate·factor·view for each parameter, except idle ones and ``failed`` matrices.
 
-        With ``kept``, matrices whose update is not finite keep weights and momentum.
+        With ``old_momenta``, matrices whose update is not finite keep weights and momentum.
         """
         for number, group in enumerate(self._groups):
-            shards, of_group = _without(group, step.idle, failed), None if kept is None else kept[number]
+            shards, of_group = _without(group, step.idle, failed), None if old_momenta is None else old_momenta[number]
             if not shards:
                 continue
             if of_group is not None and failed:
                 stay = [shard.key not in failed for shard in _without(group, step.idle)]
                 of_group = list(compress(of_group[0], stay)), list(compress(of_group[1], stay))
-            first = step.params[shards[0].param_index]
+            first = step.params[shards[0].part_index]
             settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
-            counters = None if first.counter is None else [step.params[shard.param_index].counted(shard.cut) for shard in shards]
+            counters = None if first.counter is None else [step.params[shard.part_index].counted(shard.cut) for shard in shards]
             step.elementwise.apply(
-                _parts(shards, [step.params[shard.param_index].param for shard in shards]),
+                _cuts(shards, [step.params[shard.part_index].param for shard in shards]),
                 [shard.view for shard in shards],
                 settings.decay,
                 settings.rate * factor,
                 cautious=settings.cautious,
                 counters=counters,
                 scratch=self._scratch,
-                kept=of_group,
+                old_momenta=of_group,
             )
 
 
@@ -169,7 +172,7 @@ def store_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
     """Copies the shards' views into the stored numbers, except for idle parameters and where the skip mask forbids it."""
     targets, values = list[Tensor](), list[Tensor]()
     for shard in _without(shards, step.idle):
-        target, skip_mask = _stored(shard, step), step.params[shard.param_index].settings.skip_mask
+        target, skip_mask = _stored(shard, step), step.params[shard.part_index].settings.skip_mask
         value = copy_to(shard.view, target.device)
         targets.append(target)
         values.append(value if skip_mask is None else torch.where(skip_mask, target, value))
@@ -178,7 +181,7 @@ def store_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
 
 
 def _stored(shard: ShardView, step: RunningStep) -> Tensor:
-    rule_state = step.params[shard.param_index].rule_state
+    rule_state = step.params[shard.part_index].rule_state
     assert rule_state is not None
     return shard.of(local_part(rule_state))
 
@@ -188,20 +191,20 @@ def _without(
 ) -> Sequence[ShardView]:
     if not idle and not failed:
         return shards
-    return [shard for shard in shards if shard.param_index not in idle and shard.key not in failed]
+    return [shard for shard in shards if shard.part_index not in idle and shard.key not in failed]
 
 
 def _gradients(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
     own = [shard.gradient for shard in shards if shard.gradient is not None]
-    return own or _parts(shards, [step.params[shard.param_index].grad for shard in shards])
+    return own or _cuts(shards, [step.params[shard.part_index].grad for shard in shards])
 
 
 def _momenta(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
-    return _parts(shards, [step.params[shard.param_index].momentum for shard in shards])
+    return _cuts(shards, [step.params[shard.part_index].momentum for shard in shards])
 
 
-def _parts(shards: Sequence[ShardView], tensors: list[Tensor]) -> list[Tensor]:
-    """From one tensor for each shard (parameters, gradients, momenta), the parts that the shards view."""
+def _cuts(shards: Sequence[ShardView], tensors: list[Tensor]) -> list[Tensor]:
+    """From one tensor for each shard (parameters, gradients, momenta), the elements of the shard."""
     return [shard.of(tensor) for shard, tensor in zip(shards, local_parts(tensors), strict=True)]
 
 

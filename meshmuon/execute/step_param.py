@@ -1,32 +1,30 @@
-"""What a step works on and with: a parameter's local tensors, the options of its param group and the optimizer, an observer."""
+"""The data of a running step: ``RunningStep`` and, for each part of the plan, a ``StepParam``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..device import HOST, Mark, Streams, device_memory, memory_budget_for
-from ..errors import ConfigError
+from ..device import HOST, Mark, Streams
 from ..matrices import MatrixSet
-from ..ortho import FORMS, Orthogonalizer, Scheme, pitch, scratch_bytes
-from ..ortho.kernels.products import Products, check_kernels, products_for
-from ..ortho.kernels.tilings import tuner_for
+from ..ortho import Orthogonalizer, Scheme, pitch, scratch_bytes
 from ..plan import BatchItem
 from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange
 from .elementwise import Elementwise
 from .rounding import Elements
+from .settings import ExecutorSettings as ExecutorSettings  # where pickled optimizers look for it
 from .views import Cut
 
 
 class UpdateRule(Protocol):
-    """What is done to matrices before and after orthogonalising them. Users may write their own.
+    """Changes matrices before and after they are orthogonalised. Users may write their own.
 
     A rule is an option of a param group, the same on every rank. Who calls it:
 
@@ -37,8 +35,8 @@ class UpdateRule(Protocol):
 
     ``before`` and ``after`` are called only where the matrices are whole: at their owner or, for a matrix that is not exchanged,
     on every rank that holds it. They change their arguments in place, must treat each matrix independently of the others in the
-    batch, and must not communicate. Batches are (batch, outputs, inputs). How many matrices a batch has, and which, may change
-    from run to run; with ``deterministic=True`` it has one.
+    batch, and must not communicate. Batches are (batch, outputs, inputs). The matrices of a batch, and their number,
+    may change from run to run; with ``deterministic=True`` it has one.
 
     Rules are compared and hashed to decide which parameters may share a batch; equal rules must do the same. Ranks compare the
     ``repr`` of their rules, which must therefore be the same on every rank and must not contain an address.
@@ -60,8 +58,28 @@ class UpdateRule(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RuleChain:
+    """Several rules, each of which changes what the one before has left. At most one of them remembers."""
+
+    rules: tuple[UpdateRule, ...]
+
+    def remembers(self) -> bool:
+        return any(rule.remembers() for rule in self.rules)
+
+    def before(self, momentum: Tensor) -> None:
+        for rule in self.rules:
+            rule.before(momentum)
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        for rule in self.rules:
+            rule.after(update, memory if rule.remembers() else None)
+
+
 def may_fail(scheme: Scheme | Orthogonalizer | None, rule: UpdateRule | None) -> bool:
     """Whether a scheme or a rule is code of the user."""
+    if isinstance(rule, RuleChain):
+        return any(may_fail(scheme, member) for member in rule.rules)
     foreign = rule is not None and type(rule).__module__.partition(".")[0] != __name__.partition(".")[0]
     return foreign or not isinstance(scheme, Scheme)
 
@@ -73,6 +91,7 @@ class StepSettings:
     momentum: float
     retain: float | Tensor  # factor of the old momentum: ``momentum``, or 1 if the step is skipped
     nesterov: bool
+    gain: float  # factor of the gradient: 1, or where momentum is kept as a mean, 1 − ``momentum``
     decay: float | Tensor  # factor of the parameter
     rate: float | Tensor  # lr, negated if ``maximize``, before the shape's factor
     adjust: Callable[[int, int], float]  # factor of the lr for a matrix of (outputs, inputs)
@@ -83,7 +102,7 @@ class StepSettings:
 
 @dataclass(slots=True)
 class StepParam:
-    """One parameter of the step, or one part of a fused one. The parts of a fused weight have the same ``param``."""
+    """One part of the plan in a step: a parameter, or a part of a fused one. Parts of one weight have the same ``param``."""
 
     param: Tensor  # the parameter, plain or DTensor; its gradient is freed through it
     momentum_buffer: Tensor | None  # its momentum, laid out like it; None where this rank keeps none, and between steps
@@ -95,7 +114,7 @@ class StepParam:
     work_device: torch.device = HOST  # where its matrices travel and are orthogonalised: that of ``device.work_device``
     group_index: int = 0  # index of its param group; parameters of one param group share ``settings``
     zeros: Tensor | None = None  # stands in for a gradient that only other ranks have
-    rule: UpdateRule | None = None  # what is done before and after orthogonalising
+    rule: UpdateRule | None = None  # applied before and after orthogonalising
     rule_state: Tensor | None = None  # the numbers that the rule keeps per output, laid out like the parameter; None without any
     counter: Tensor | None = None  # key and count of the random bits of stochastic rounding; None for rounding to nearest
     elements: Elements | None = None  # the elements of the whole parameter that this rank holds, hashed; None without a counter
@@ -114,10 +133,10 @@ class StepParam:
         return self.momentum_buffer
 
     def counted(self, cut: Cut | None) -> tuple[Tensor, Elements]:
-        """What the random bits of this step for a part of the local tensor follow from: counter and elements."""
+        """What the random bits of this step for a cut of the local tensor follow from: counter and elements."""
         assert self.counter is not None
         assert self.elements is not None
-        return self.counter, self.elements.part(cut)
+        return self.counter, self.elements.cut_out(cut)
 
     @property
     def update_dtype(self) -> torch.dtype:
@@ -148,85 +167,14 @@ class StepParam:
         return BatchItem(count, rows, cols, (where, dtypes, self.scheme, self.rule, flipped, key), size + scratch)
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutorSettings:
-    """How matrices are batched and computed."""
-
-    chunk_size: int = -1  # most matrices per batch, as per wave in a plan; -1 lets ``memory_budget`` decide
-    memory_budget: int | None = None  # bytes of scratch that one batch may use; a single larger matrix still runs
-    form: str = "auto"  # ``"auto"``, ``"standard"`` or ``"gram"``
-    deterministic: bool = False  # multiply the matrices of a batch one by one, so that batching does not change the results
-    compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
-    cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
-    kernels: str = "auto"  # who computes symmetric products on a GPU
-    torch_kinds: frozenset[str] = frozenset()  # with ``"auto"``: those that torch computes, as all ranks have agreed
-    guarded: bool = False  # a matrix whose update is not finite keeps weights, momentum and rule state
-
-    def __post_init__(self) -> None:
-        if self.chunk_size != -1 and self.chunk_size < 1:
-            raise ConfigError(f"chunk_size={self.chunk_size} must be -1 (chosen by memory) or at least 1 matrix per batch.")
-        if self.memory_budget is not None and self.memory_budget < 1:
-            raise ConfigError(f"memory_budget={self.memory_budget} must be a positive number of bytes.")
-        if self.form not in FORMS:
-            raise ConfigError(f"form={self.form!r} is unknown; write one of {FORMS}.")
-        if self.compile and self.cuda_graphs:
-            raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records graphs of its own.")
-        check_kernels(self.kernels)
-        if self.compile and self.kernels in ("triton", "quack"):
-            raise ConfigError(f"compile and kernels={self.kernels!r} exclude each other: torch.compile makes kernels of its own.")
-
-    def __setstate__(self, state: Sequence[object]) -> None:
-        """Settings that were pickled before an option existed get its default."""
-        missing = (option.default for option in fields(self)[len(state) :])
-        for option, value in zip(fields(self), (*state, *missing), strict=True):
-            object.__setattr__(self, option.name, value)
-
-    @property
-    def bits(self) -> str:
-        """What the bits of an update depend on beside plan and param groups, as text that ranks compare."""
-        by_torch = f", by torch: {'; '.join(sorted(self.torch_kinds))}" if self.torch_kinds else ""
-        return f"kernels={self.kernels!r}{by_torch}"
-
-    def products(self, device: torch.device) -> Products:
-        """Who multiplies on ``device``.
-
-        ``"auto"`` is Triton on every rank, also where it is missing: ranks must not mix kernels, and fall back together.
-        """
-        kernels = "triton" if self.kernels == "auto" else self.kernels
-        torch_kinds = self.torch_kinds if self._torch_contends else None
-        return products_for(device, deterministic=self.deterministic, kernels=kernels, torch_kinds=torch_kinds)
-
-    @property
-    def _torch_contends(self) -> bool:
-        return self.kernels == "auto" and not self.deterministic and not self.compile
-
-    def torch_is_faster(self) -> dict[str, bool]:
-        """The kinds of product that this rank has measured, and whether torch's own is faster; none if it does not contend."""
-        verdicts = tuner_for("cuda").torch_is_faster if self._torch_contends else {}
-        return {str(kind): faster for kind, faster in verdicts.items()}
-
-    def batch_bytes(self, device: torch.device) -> int:
-        """Bytes of scratch that one batch may use on ``device``: by default twice what a GPU's owners gather per wave."""
-        memory = device_memory(device)
-        return self.memory_budget or memory_budget_for(memory) * (1 if memory is None else 2)
-
-    def fuses(self, device: torch.device) -> bool:
-        """Whether elementwise work on ``device`` is done by kernels over lists of tensors."""
-        return device.type == "cuda" and not self.compile and self.kernels != "torch"
-
-    def without_kernels(self) -> ExecutorSettings:
-        """The same with torch's own products."""
-        return replace(self, kernels="torch")
-
-
 MatrixKey: TypeAlias = tuple[int, int]
-"""A matrix of a plan: the index of its parameter in ``Plan.params``, and its index in the parameter."""
+"""A matrix of a plan: the index of its part in ``Plan.params``, and its index in the part."""
 CheckedUpdates: TypeAlias = "tuple[Sequence[str], Tensor]"
 """The parameters of a batch, matrix by matrix, and on their device a number for each: NaN if its update is not finite, else 0."""
 
 
 class Observer:
-    """Sees a step while an executor runs it. This one measures nothing; it names the phases for the profiler.
+    """Watches a step while an executor runs it. This one measures nothing; it names the phases for the profiler.
 
     An executor calls it on every rank, and on the main stream except for ``phase``, which is entered on the stream whose work it
     surrounds. For each batch of whole matrices the order is ``momentum``, ``gram``, ``orthogonalised``, ``update``. The tensors
@@ -244,7 +192,7 @@ class Observer:
         """Gradients that were averaged at their owner; only where ranks have different gradients of the same weights."""
 
     def momentum(self, matrices: Sequence[MatrixKey], stacked: Tensor, *, gram_follows: bool) -> None:
-        """What is about to be orthogonalised, (batch, rows, cols), before any update rule."""
+        """The momentum to orthogonalise, (batch, rows, cols), before any update rule."""
 
     def gram(self, matrices: Sequence[MatrixKey], gram: Tensor) -> None:
         """A·Aᵀ of each of these matrices A, divided by its trace, in at least 32 bits; only if ``momentum`` has announced it.
@@ -256,7 +204,7 @@ class Observer:
         """The same after orthogonalisation, before the update rule changes it."""
 
     def update(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
-        """What will be multiplied by the learning rate and subtracted from the weights."""
+        """The update, which is multiplied by the learning rate and subtracted from the weights."""
 
 
 UNOBSERVED = Observer()
@@ -265,21 +213,21 @@ UNOBSERVED = Observer()
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """What everything that runs in one step on one rank works on."""
+    """One step on one rank, as waves, batches and copies see it."""
 
-    params: Sequence[StepParam]  # in the order of ``Plan.params``; all indices of parameters count these
+    params: Sequence[StepParam]  # one per part of the plan, in the order of ``Plan.params``: a ``part_index`` counts these
     idle: AbstractSet[int] = frozenset()  # have no gradient on any rank: none is written, and what travels of them is arbitrary
     observer: Observer = UNOBSERVED
     exchange: Exchange | None = None  # between the ranks of the plan; None where nothing is exchanged
     elementwise: Elementwise = field(default_factory=Elementwise)
-    streams: Streams = field(default_factory=Streams)
+    streams: Streams = field(default_factory=Streams)  # of ``device.py``: a main and a side stream on a GPU
     ready: Mark = None  # where the main stream has all gradients
-    failures: list[Exception] = field(default_factory=list)  # what has gone wrong so far on this rank, for the end of the step
+    failures: list[Exception] = field(default_factory=list)  # errors so far on this rank, for the end of the step
     only_compiles: bool = False  # nothing is exchanged, orthogonalised, written or freed
     checked: list[CheckedUpdates] = field(default_factory=list)  # if updates are guarded, what this rank has orthogonalised
 
     def freed_gradients(self, indices: Iterable[int]) -> Iterator[Tensor]:
-        """This rank's part of the gradients that ``free_gradients`` frees."""
+        """The local tensors of the gradients that ``free_gradients`` frees."""
         return (local_part(self.params[k].grad) for k in indices if k not in self.idle and self.params[k].settings.free_grad)
 
     def free_gradients(self, indices: Iterable[int]) -> None:

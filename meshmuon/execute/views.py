@@ -1,4 +1,4 @@
-"""Parts of local tensors. A part of a fused weight is some rows and columns of one: ``Cut`` and ``LocalWindow`` say which."""
+"""Views into local tensors: ``Cut`` and ``LocalWindow`` say which rows and columns a part of a fused weight has there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ shape (1, 3, 4, 5). One view holds all blocks, however many there are.
 
 
 def cut_out(tensor: Tensor, cut: Cut) -> Tensor:
-    """A view of the part that ``cut`` takes; a range of several blocks becomes two dims, (blocks, indices of a block)."""
+    """A view of what ``cut`` takes; a range of several blocks becomes two dims, (blocks, indices of a block)."""
     slices: Any = cut
     last = cut[-1] if cut else None
     if not isinstance(last, StridedRange):

@@ -1,7 +1,8 @@
 """One wave on one rank: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates.
 
-A matrix that is whole on its rank needs no exchange: ``LocalBatch``. A wave is a generator that yields twice, after each of its
-two exchanges has started, so that other waves can work meanwhile; three times if it sends its results in a turn of their own.
+``Wave.run`` is the whole way in reading order. It is a generator that yields twice, after each of its two exchanges has started,
+so that other waves can work meanwhile; three times if it sends its results in a turn of their own. A matrix that is whole on its
+rank needs no exchange: ``local_batch.py``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..errors import OrthogonalizeError
-from .buffers import CopyPairs, PreparedExchange, Stage
-from .ortho_batch import OrthoBatch, orthogonalize_error
-from .shards import NONE_FAILED, MomentumViews, ShardView, UpdateViews, load_rule_state, restore, store_rule_state
-from .step_param import MatrixKey, RunningStep
+from torch import Tensor
 
-STAGED_IN_FLIGHT = 2
-"""How many staged batches are under way: one is orthogonalised while the host works on the one before and on the next."""
+from ..errors import OrthogonalizeError
+from ..transport import Pending
+from .buffers import Stage
+from .ortho_batch import OrthoBatch, orthogonalize_error
+from .shards import NONE_FAILED, MomentumViews, UpdateViews, restore
+from .step_param import MatrixKey, RunningStep
 
 
 class RankWave(Protocol):
@@ -33,38 +34,39 @@ class RankWave(Protocol):
 class Wave:
     """The ``RankWave`` of sharded matrices."""
 
-    params: frozenset[int]  # whose matrices travel in it, between whichever ranks
+    params: frozenset[int]  # the parts whose matrices travel in it, between any ranks
     momentum_views: MomentumViews  # where what this rank sends is written, before it is rounded for the wire
     rounding: CopyPairs  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
     gather: PreparedExchange  # the exchange of pieces, to their owners
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
     scatter: PreparedExchange  # the exchange of updates, back to the holders of the pieces
     update_views: UpdateViews  # where each piece of the update is in the buffer that is received
-    frees: Sequence[int]  # the parameters whose gradients it is the last to read
+    frees: Sequence[int]  # the parts whose gradients it is the last to read
     fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
     repeated: frozenset[MatrixKey]  # matrices of the plan that several ranks compute, for different holders
-    shared: Sequence[int]  # the parameters that all ranks know of, in an order that is the same on all of them
+    shared: Sequence[int]  # the parts that all ranks know of, in the same order on all of them
     # Gathers are waited for beside the main stream, where a rank without matrices of the wave starts the scatter, too: the others
     # do not wait for what it computes in another wave. All waves are in flight, none is finished before the last has computed.
     beside: bool = False
     sends_last: bool = False  # the results are sent in a turn of their own
-    stage: Stage | None = None  # between the buffers that the views are of and those that travel; None where they are the same
+    stage: Stage | None = None  # copies between host memory, where the views are, and the device; None if both are the same
 
     def run(self, step: RunningStep) -> Iterator[None]:
         if self.params <= step.idle:
             yield from (None,) * (3 if self.sends_last else 2)
             return
         observer, streams = step.observer, step.streams
-        with streams.beside(step.ready, step.freed_gradients(self.frees)), observer.phase("momentum"):
-            before = self.update_views.keep_momentum(step)
-            kept = self.momentum_views.fill(step)
+        # The side stream does elementwise work and exchanges, the main stream orthogonalises. On a CPU all work runs in order.
+        with streams.on_side_stream(step.ready, step.freed_gradients(self.frees)), observer.phase("momentum"):
+            old_momenta = self.update_views.copy_momenta(step)
+            fallible_momenta = self.momentum_views.fill(step)
             self.rounding.run(step)
             if self.stage is not None and not step.only_compiles:
                 self.stage.to_device()
             gather = self.gather.start(step, "gather")
         step.free_gradients(self.frees)
         yield
-        with streams.beside(step.ready) if self.beside else nullcontext(), observer.phase("gather", waits=True):
+        with streams.on_side_stream(step.ready) if self.beside else nullcontext(), observer.phase("gather", waits=True):
             # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
             gather.wait()
         if self.beside and self.owned_batches:
@@ -73,18 +75,18 @@ class Wave:
             batch.run(step)
         if self.sends_last:
             yield
-        with streams.beside(step.ready) if self.beside and not self.owned_batches else nullcontext():
+        with streams.on_side_stream(step.ready) if self.beside and not self.owned_batches else nullcontext():
             scatter = self.scatter.start(step, "scatter")
         yield
-        with streams.beside(step.ready):  # what the side stream has already seen: ``scatter.wait`` adds the rest
+        with streams.on_side_stream(step.ready):  # which it has already seen: ``scatter.wait`` adds the rest
             with observer.phase("scatter", waits=True):
                 scatter.wait()  # here the side stream waits for the main one
                 if self.stage is not None and not step.only_compiles:
                     self.stage.to_host()
                 failed = self._failed_anywhere(step) if self.fallible else NONE_FAILED
             with observer.phase("update"):
-                restore(kept, failed)
-                self.update_views.apply(step, failed, before)
+                restore(fallible_momenta, failed)
+                self.update_views.apply(step, failed, old_momenta)
 
     def _failed_anywhere(self, step: RunningStep) -> frozenset[MatrixKey]:
         """The matrices of the wave that have failed at their owners. All ranks keep the same error of them.
@@ -95,17 +97,17 @@ class Wave:
         owned = {key for batch in self.owned_batches for key in batch.ortho_batch.matrices}
         own = [error for error in step.failures if isinstance(error, OrthogonalizeError) and owned.issuperset(error.matrices)]
         # A rank may have parameters that others do not know of, so that its indices mean nothing to them.
-        position = {param: k for k, param in enumerate(self.shared)}
-        here = [(error.names, error.reason, [(position[param], m) for param, m in error.matrices]) for error in own]
+        position = {part: k for k, part in enumerate(self.shared)}
+        here = [(error.names, error.reason, [(position[part], m) for part, m in error.matrices]) for error in own]
         entries = [(rank, *entry) for rank, of_rank in sorted(step.exchange.tell(here).items()) for entry in of_rank]
         keys = frozenset((self.shared[at], matrix) for *_, matrices in entries for at, matrix in matrices)
         if entries:
             rank, _, reason, _ = entries[0]
             names = (name for _, names, *_ in entries for name in names)
-            shared = orthogonalize_error(names, reason, keys, f"rank {rank}: ")
-            shared.__cause__ = own[0].__cause__ if own else None
-            shared.known_to_all = keys.isdisjoint(self.repeated)
-            step.failures[:] = [error for error in step.failures if error not in own] + [shared]
+            common = orthogonalize_error(names, reason, keys, f"rank {rank}: ")
+            common.__cause__ = own[0].__cause__ if own else None
+            common.known_to_all = keys.isdisjoint(self.repeated)
+            step.failures[:] = [error for error in step.failures if error not in own] + [common]
         return keys
 
 
@@ -129,68 +131,65 @@ class OwnedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalBatch:
-    """Matrices beside their weights: momentum, orthogonalise, update."""
+class CopyPairs:
+    """Two lists of views with equal shapes; each source is copied to its target."""
 
-    ortho_batch: OrthoBatch  # where they are orthogonalised
-    momentum_views: MomentumViews  # their place in the parameters, and their views of ``ortho_batch``
-    update_views: UpdateViews  # the same
-    rule_state: list[ShardView]  # the place of their rule state, and its views of ``ortho_batch``
-    frees: Sequence[int]  # the parameters whose gradients it is the last to read
+    target: list[Tensor]
+    source: list[Tensor]
 
     def run(self, step: RunningStep) -> None:
-        if self.ortho_batch.is_idle(step.idle):
-            return
-        with step.observer.phase("momentum"):
-            before = self.update_views.keep_momentum(step)
-            kept = self.momentum_views.fill(step)
-            load_rule_state(self.rule_state, step)
-        step.free_gradients(self.frees)
-        if not self.ortho_batch.orthogonalise(step):
-            restore(kept)
-            return
-        with step.observer.phase("update"):
-            self.update_views.apply(step, kept=before)
-            store_rule_state(self.rule_state, step)
+        if self.target:
+            step.elementwise.copy(self.target, self.source)
+
+
+NO_COPIES = CopyPairs([], [])
 
 
 @dataclass(frozen=True, slots=True)
-class StagedBatch:
-    """Matrices whose weights are in host memory: a ``LocalBatch`` with a way to the device and back."""
+class Hop:
+    """One exchange of the process group: flat views of two buffers, and elements per rank of the group.
 
-    batch: LocalBatch  # whose views are of the host memory of ``stage``
-    stage: Stage  # between that memory and the ``ortho_batch``
+    A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0, 12, 0].
+    """
 
-    def run(self, step: RunningStep) -> Iterator[None]:
-        """Yields when its matrices are on their way to the device, and when the device has been given them to orthogonalise.
+    received: Tensor
+    received_splits: list[int]
+    sent: Tensor
+    sent_splits: list[int]
+    before: CopyPairs = NO_COPIES  # fill ``sent``, where that is not done by others
 
-        Other batches can be copied meanwhile.
-        """
-        batch, streams = self.batch, step.streams
-        if batch.ortho_batch.is_idle(step.idle):
-            yield from (None, None)
-            return
-        with streams.beside(step.ready), step.observer.phase("momentum"):
-            before = batch.update_views.keep_momentum(step)
-            kept = batch.momentum_views.fill(step)
-            load_rule_state(batch.rule_state, step)
-            if not step.only_compiles:
-                self.stage.to_device()
-            loaded = streams.side_mark()
-        step.free_gradients(batch.frees)
-        yield
-        streams.main_waits(loaded)
-        succeeded = batch.ortho_batch.orthogonalise(step)
-        computed = streams.main_mark()
-        yield
-        if not succeeded:
-            restore(kept)
-            return
-        with (
-            streams.beside(computed),
-            step.observer.phase("update"),
-        ):  # not behind the next batch, if the main stream has it by now
-            if not step.only_compiles:
-                self.stage.to_host()
-            batch.update_views.apply(step, kept=before)
-            store_rule_state(batch.rule_state, step)
+    def start(self, step: RunningStep, phase: str) -> Pending:
+        assert step.exchange is not None
+        self.before.run(step)
+        step.observer.sends(self.sent)
+        return step.exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedExchange:
+    """An exchange with its buffers: one hop or, through relays, three: collect, forward, distribute."""
+
+    hops: tuple[Hop, ...]
+    after: CopyPairs = NO_COPIES  # from what the hops have received to where it is needed
+
+    def start(self, step: RunningStep, phase: str) -> StartedExchange:
+        """Starts the first hop; ``phase`` names the exchange in errors. The step's observer sees all that is sent."""
+        return StartedExchange(self, step, phase, self.hops[0].start(step, phase))
+
+
+@dataclass(frozen=True, slots=True)
+class StartedExchange:
+    """An exchange that has started. All ranks wait for those that go through relays in the same order."""
+
+    exchange: PreparedExchange
+    step: RunningStep
+    phase: str
+    first: Pending
+
+    def wait(self) -> None:
+        """Work that is issued after this call sees the received elements. Runs the other hops."""
+        self.first.wait()
+        for hop in self.exchange.hops[1:]:
+            later = hop.start(self.step, self.phase)
+            later.wait()
+        self.exchange.after.run(self.step)

@@ -1,4 +1,4 @@
-"""A tensor's layout over a mesh: which parts of it each rank holds.
+"""A tensor's layout over a mesh: which of its elements each rank holds.
 
 A mesh has axes, a tensor has dims. Everything is computed from shapes and placements, without tensors and process groups: a mesh
 of thousands of ranks takes milliseconds. Plans are made of the pieces that ``shard_matrices`` finds from ``Layout.cuts``.
@@ -100,7 +100,7 @@ class Layout:
         coordinate = coordinates(self.mesh).get(rank)
         if coordinate is None:
             return tuple(() for _ in self.shape)
-        return tuple(self.cuts(dim)[self.part(dim, coordinate)] for dim in range(len(self.shape)))
+        return tuple(self.cuts(dim)[self.shard_index(dim, coordinate)] for dim in range(len(self.shape)))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         return tuple(length(ranges) for ranges in self.held_ranges(rank))
@@ -119,12 +119,12 @@ class Layout:
         return tuple(axis for axis, placement in placements if isinstance(placement, Sharded) and placement.dim == dim)
 
     def cuts(self, dim: int) -> tuple[Ranges, ...]:
-        """The ranges of each part into which the mesh cuts ``dim``; ``part`` says which one a rank holds."""
+        """The ranges of each shard into which the mesh cuts ``dim``; ``shard_index`` says which one a rank holds."""
         split_factors = [1 if isinstance(placement, Replicated) else placement.split_factor for placement in self.placements]
         return cut(self.shape[dim], tuple((self.mesh.shape[axis], split_factors[axis]) for axis in self.axes(dim)))
 
-    def part(self, dim: int, coordinate: Sequence[int]) -> int:
-        """Which part of ``dim`` the rank at ``coordinate`` of the mesh holds."""
+    def shard_index(self, dim: int, coordinate: Sequence[int]) -> int:
+        """Which shard of ``dim`` the rank at ``coordinate`` of the mesh holds."""
         return flat_index(self.mesh.shape, coordinate, self.axes(dim))
 
 
@@ -158,29 +158,29 @@ def cut(size: int, chain: tuple[tuple[int, int], ...]) -> tuple[Ranges, ...]:
 
     Args:
         size: length of the dim.
-        chain: (parts, split factor) of each mesh axis that shards the dim, in the order of the mesh. A split factor above 1
-            first cuts the dim into that many chunks, then cuts each chunk into ``parts`` and gives part *i* of all of them to
-            rank *i*.
+        chain: (ranks, split factor) of each mesh axis that shards the dim, in the order of the mesh. A split factor above 1
+            first cuts the dim into that many chunks, then cuts each chunk into one shard per rank and gives shard *i* of all
+            of them to rank *i*.
 
     Returns:
         The ranges of every combination of coordinates on those axes, the last axis running fastest.
     """
     held: list[Ranges] = [((0, size),) if size else ()]
-    for parts, split_factor in chain:
-        held = [shard for ranges in held for shard in _shard(ranges, parts, split_factor)]
+    for count, split_factor in chain:
+        held = [shard for ranges in held for shard in _shard(ranges, count, split_factor)]
     return tuple(held)
 
 
-def positions(ranges: Ranges, part: StridedRange) -> Ranges:
-    """The positions in ``part`` of those of its indices that are in ``ranges``.
+def positions(ranges: Ranges, strided: StridedRange) -> Ranges:
+    """The positions in ``strided`` of those of its indices that are in ``ranges``.
 
     The indices 2 to 9 are ``StridedRange(2, 8)``, of which ((0, 3), (8, 12)) has the positions ((0, 1), (6, 8)).
     """
-    return merged((first, last) for first, last in ((part.before(a), part.before(b)) for a, b in ranges) if first < last)
+    return merged((first, last) for first, last in ((strided.before(a), strided.before(b)) for a, b in ranges) if first < last)
 
 
-def local_indices(ranges: Ranges, part: StridedRange) -> tuple[StridedRange, ...]:
-    """Where the indices of ``part`` are in the local dim of a rank that holds ``ranges``, in order.
+def local_indices(ranges: Ranges, strided: StridedRange) -> tuple[StridedRange, ...]:
+    """Where the indices of ``strided`` are in the local dim of a rank that holds ``ranges``, in order.
 
     A rank with the indices 3 to 11 holds one index of the first block of ``StridedRange(0, 4, 3, 5)``, the second block, and two
     indices of the third: ``StridedRange(0, 1)``, ``StridedRange(2, 4)`` and ``StridedRange(7, 2)`` of its local dim.
@@ -188,7 +188,7 @@ def local_indices(ranges: Ranges, part: StridedRange) -> tuple[StridedRange, ...
     found: list[StridedRange] = []
     offset = 0
     for start, stop in ranges:
-        for inside in part.between(start, stop):
+        for inside in strided.between(start, stop):
             local = inside.moved(offset - start)
             joined = found[-1].joined(local) if found else None
             if joined is None:
@@ -209,17 +209,17 @@ def tiles(size: int, covers: Iterable[Ranges]) -> bool:
     return position == size
 
 
-def _shard(ranges: Ranges, parts: int, split_factor: int) -> list[Ranges]:
+def _shard(ranges: Ranges, count: int, split_factor: int) -> list[Ranges]:
     if split_factor == 1:
-        return _chunk(ranges, parts)
-    chunks = [_chunk(chunk, parts) for chunk in _chunk(ranges, split_factor)]
-    return [merged(span for chunk in chunks for span in chunk[part]) for part in range(parts)]
+        return _chunk(ranges, count)
+    chunks = [_chunk(chunk, count) for chunk in _chunk(ranges, split_factor)]
+    return [merged(span for shards in chunks for span in shards[k]) for k in range(count)]
 
 
-def _chunk(ranges: Ranges, parts: int) -> list[Ranges]:
+def _chunk(ranges: Ranges, count: int) -> list[Ranges]:
     """``torch.chunk`` on the indices in ``ranges``: equal chunks, a smaller one, then empty ones."""
-    size = -(-length(ranges) // parts)
-    return [_between_positions(ranges, part * size, (part + 1) * size) for part in range(parts)]
+    size = -(-length(ranges) // count)
+    return [_between_positions(ranges, k * size, (k + 1) * size) for k in range(count)]
 
 
 def _between_positions(ranges: Ranges, first: int, last: int) -> Ranges:

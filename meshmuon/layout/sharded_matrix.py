@@ -110,8 +110,8 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
 
     Args:
         layout: the parameter's layout.
-        stack_dims: how many leading dims index the matrices (0: the parameter is one matrix; 1: a stack of experts). The next dim
-            is the rows, the remaining ones are the columns.
+        stack_dims: number of leading dims that index the matrices (0: the parameter is one matrix; 1: a stack of experts). The
+            next dim is the rows, the remaining ones are the columns.
         window: which rows and columns of the parameter the matrices are; None for all of them.
     """
     columns = range(stack_dims + 1, len(layout.shape))
@@ -124,19 +124,19 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
     if window is not None:
         rows, cols = window
         row_cuts = tuple(positions(ranges, rows) for ranges in row_cuts)
-        column_cuts = {parts: positions(ranges, cols) for parts, ranges in column_cuts.items()}
+        column_cuts = {shards: positions(ranges, cols) for shards, ranges in column_cuts.items()}
         shape = rows.length, cols.length
-    # For each part of the stack, (part of the rows, parts of the column dims) → its holders, of which number k is in replica k.
+    # For each shard of the stack, (shard of the rows, shards of the column dims) → its holders; number k is in replica k.
     held: list[dict[tuple[int, tuple[int, ...]], list[int]]] = [{} for _ in stack_cuts]
     for rank, coordinate in coordinates(layout.mesh).items():
-        column_parts = tuple(flat_index(mesh_shape, coordinate, axes) for axes in column_axes)
-        part = flat_index(mesh_shape, coordinate, row_axes), column_parts
-        held[flat_index(mesh_shape, coordinate, stack_axes)].setdefault(part, []).append(rank)
+        column_shards = tuple(flat_index(mesh_shape, coordinate, axes) for axes in column_axes)
+        shard = flat_index(mesh_shape, coordinate, row_axes), column_shards
+        held[flat_index(mesh_shape, coordinate, stack_axes)].setdefault(shard, []).append(rank)
     sharded_matrices: list[ShardedMatrix | None] = [None] * (layout.shape[0] if stack_dims else 1)
-    for ranges, parts in zip(stack_cuts, held, strict=True):
+    for ranges, holders in zip(stack_cuts, held, strict=True):
         if not ranges:
             continue
-        pieces = [Piece(row_cuts[row], column_cuts[col], tuple(ranks)) for (row, col), ranks in sorted(parts.items())]
+        pieces = [Piece(row_cuts[row], column_cuts[col], tuple(ranks)) for (row, col), ranks in sorted(holders.items())]
         sharded = ShardedMatrix(*shape, tuple(p for p in pieces if p.rows and p.cols), len(pieces[0].holders))
         for start, stop in ranges:
             sharded_matrices[start:stop] = [sharded] * (stop - start)
@@ -144,13 +144,13 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
 
 
 def _column_cuts(layout: Layout, dims: range) -> dict[tuple[int, ...], Ranges]:
-    """Ranges of the flattened column index for every combination of the parts of the column dims."""
+    """Ranges of the flattened column index for every combination of shards of the column dims."""
     cuts = [layout.cuts(dim) for dim in dims]
     if len(cuts) == 1:
         return {(k,): ranges for k, ranges in enumerate(cuts[0])}
     sizes = [layout.shape[dim] for dim in dims]
-    combinations = product(*(range(len(parts)) for parts in cuts))
-    return {parts: _flatten([cut[k] for cut, k in zip(cuts, parts, strict=True)], sizes) for parts in combinations}
+    combinations = product(*(range(len(cut)) for cut in cuts))
+    return {shards: _flatten([cut[k] for cut, k in zip(cuts, shards, strict=True)], sizes) for shards in combinations}
 
 
 def _flatten(ranges: list[Ranges], sizes: list[int]) -> Ranges:

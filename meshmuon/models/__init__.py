@@ -4,6 +4,7 @@ It is data rather than code: tables of names, classes and attributes of modules.
 none is installed.
 """
 
+from .by_names import model_from_names
 from .contents import LOOKS_FUSED, LORA_FACTOR, UNKNOWN_STACK, ModelContents, ParamContents
 from .fused import looks_fused_name
 from .names import is_table_name, name_parts
@@ -18,5 +19,6 @@ __all__ = [
     "ParamContents",
     "is_table_name",
     "looks_fused_name",
+    "model_from_names",
     "name_parts",
 ]

@@ -102,7 +102,7 @@ def _calls(model: nn.Module) -> Iterator[tuple[nn.Module, fx.Node]]:
 
 
 def _function_of(node: fx.Node) -> str:
-    """``split`` for ``aten.split.Tensor``, ``torch.split`` and ``Tensor.split`` alike."""
+    """The same ``split`` for ``aten.split.Tensor``, ``torch.split`` and ``Tensor.split``."""
     if isinstance(node.target, str):
         return node.target
     name = str(getattr(node.target, "__name__", ""))

@@ -2,5 +2,6 @@
 
 from .dist_muon import DistMuon
 from .muon import Muon
+from .torch_muon import TorchMuon
 
-__all__ = ["DistMuon", "Muon"]
+__all__ = ["DistMuon", "Muon", "TorchMuon"]

@@ -136,7 +136,7 @@ def _step_stochastically(param_group: ParamGroup, member: _Member, scratch: Roun
         square.mul_(beta2).add_(torch.mul(gradient, gradient, out=change).mul_(1 - beta2))
         torch.sqrt(square, out=change).div_(root).add_(eps)
         weight.mul_(decay).sub_(torch.div(mean, change, out=change).mul_(step_size))
-        round_stochastically(weight, words.part(cut), scratch)
+        round_stochastically(weight, words.cut_out(cut), scratch)
         for target, value in zip(targets, (weight, mean, square), strict=True):
             target.copy_(value if skip_mask is None else torch.where(copy_to(skip_mask, value.device), target.float(), value))
 

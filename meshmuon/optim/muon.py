@@ -32,7 +32,7 @@ from ..params.param_record import named_params
 from ..params.rules import RuleLike
 from ..plan import DEFAULT_MAX_PEERS, CostModelLike, Plan, PlanOptions, Replicas, cost_model_for, cost_model_from
 from ..qk_clip.clip import QKClip
-from ..routing.param_groups import get_default_muon_param_groups
+from ..routing.param_groups import param_groups_from
 from ..routing.table import RoutingTable, build_routing_table, is_first_of_ranks
 from ..state import param_state as state
 from ..state.loading import Fitted, fit, restore
@@ -62,7 +62,8 @@ class Muon(MuonStep):
 
     Args:
         params: a model, which stands for ``get_default_muon_param_groups(model)``, or param groups, each with ``params``,
-            ``use_muon`` and preferably ``names``. The positional arguments after it are those of Motif's optimizer.
+            ``use_muon`` and preferably ``names``. ``model.named_parameters()`` works too, with a warning: names and shapes tell
+            less than the model. The positional arguments after it are those of Motif's optimizer.
 
     {options}
 
@@ -75,7 +76,7 @@ class Muon(MuonStep):
 
     def __init__(
         self,
-        params: nn.Module | Iterable[dict[str, Any]],
+        params: nn.Module | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
         lr: float | Tensor = 1e-3,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -153,8 +154,7 @@ class Muon(MuonStep):
         self._activity = ActivityCheck(allow_inactive)
         self._reset()
         self._constructed = False
-        if isinstance(params, nn.Module):
-            params = get_default_muon_param_groups(params, None, expert_keys, conv=conv, split=split)
+        params = param_groups_from(params, expert_keys, conv, split)
         defaults = {option.name: option.kept_as(options[option.name]) for option in group_options()}
         super().__init__(normalise_params(params), defaults)
         self._constructed = True
@@ -318,7 +318,7 @@ class Muon(MuonStep):
         state.put_in_order(self._groups, self.state)
         self._offload.put_away(self.state)
         self._failures = StepFailures()
-        self._planner.begin_anew()
+        self._planner.forget_steps()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         refuse_unpicklable(self.param_groups, self.defaults)
@@ -359,7 +359,7 @@ class Muon(MuonStep):
         executor = DataParallelExecutor if averages else ReferenceExecutor if self._reference else Executor
         self._executor = executor(self._settings)
         self._collector = Collector(self._comm_dtype, in_own_dtype=averages)
-        self._step_params = StepParams()
+        self._step_params = StepParams(means=self._keeps_means)
         self._overwritten = Overwritten()
         self._meter = Meter(self._metrics, by_owners=not self._reference)
 

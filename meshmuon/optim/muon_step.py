@@ -1,8 +1,8 @@
-"""One step of Muon, in phases: inspect, agree, prepare, run.
+"""One step of Muon, in four methods: ``_inspect``, ``_agree``, ``_prepare``, ``_run``.
 
 What may fail, and what then holds:
 
-| phase | an error is raised | what has been written |
+| in | an error is raised | what has been written |
 |---|---|---|
 | inspect, agree | on all ranks, with the same text | nothing |
 | prepare | on all ranks, with the same text | new state, all zeros; no rank keeps buffers of the plan |
@@ -57,7 +57,7 @@ logger = logging.getLogger("meshmuon")
 
 @dataclass(slots=True)
 class StepContext:
-    """The data of one call of ``step()``, handed from phase to phase."""
+    """The data of one call of ``step()``, handed from method to method."""
 
     records: tuple[ParamRecord, ...]  # all parameters, param group by param group
     has_grad: tuple[bool, ...]  # whether each of them has a gradient
@@ -84,7 +84,7 @@ class MuonStep(torch.optim.Optimizer):
     _settings: ExecutorSettings  # how the executor was asked to compute
     _executor: StepExecutor  # runs the plan
     _overwritten: Overwritten  # tells autograd which weights the step has overwritten
-    _states_in_order = 0  # how many parameters had state when it was last put into their order
+    _states_in_order = 0  # number of parameters with state when it was last put into their order
     _routes_logged: tuple[object, object] = (None, None)  # the parameters and gradients whose routes were logged last
     # Each of these serves one option.
     _nonfinite: NonFinite
@@ -112,7 +112,7 @@ class MuonStep(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         failure = KeptError()
-        with self._offload.resident(self.state, failure):
+        with self._offload.resident(self.state, failure, adamw_later=True):
             try:
                 step = self._inspect(qk_logits, failure)
                 self._agree(step)  # nothing is written before this
@@ -141,30 +141,31 @@ class MuonStep(torch.optim.Optimizer):
         """Looks at parameters, gradients, state and options."""
         self._failures.refuse_step()
         self._collector.inspect(self._groups, failure)
-        params, has_grad = self._collector.records, self._collector.has_grad
+        records, has_grad = self._collector.records, self._collector.has_grad
         unreported = self._failures.to_report()
         failure.keep(
-            self._misuse(params) or self._meter.refusal(params) or self._activity.replaced(params, has_grad) or unreported
+            self._misuse(records) or self._meter.refusal(records) or self._activity.replaced(records, has_grad) or unreported
         )
-        step = StepContext(params, has_grad, qk_logits, failure)
+        step = StepContext(records, has_grad, qk_logits, failure)
         if not failure:
             with failure:
                 step.scaling = Scaling.of(self)
                 if not self._collector.check(self._groups, self.state):
                     self._step_params.drop()
-                self._qk_clip.check(params, qk_logits)
-                step.nonfinite = self._nonfinite.known_to_host(params, step.scaling)
+                self._qk_clip.check(records, qk_logits)
+                step.nonfinite = self._nonfinite.known_to_host(records, step.scaling)
                 step.has_work = bool(self.state) or not only_creates_state(self._groups)
         return step
 
     def _agree(self, step: StepContext) -> None:
         """Decides together with all ranks what this step does."""
-        bits, gpu = logits_text(step.qk_logits), self._collector.gpu
+        extra, gpu = logits_text(step.qk_logits), self._collector.gpu
         if self._executor.settings is not self._settings:  # other kernels than asked for, on all ranks or on none
-            bits += f", {self._executor.settings.bits}"
+            extra += f", {self._executor.settings.bits}"
 
         def hyperparameters() -> list[str]:
-            compared = bits if gpu is None else f"{bits}, {gpu_bits(gpu)}"
+            """What ranks compare beside the plan: whatever decides the bits of an update."""
+            compared = extra if gpu is None else f"{extra}, {gpu_bits(gpu)}"
             return [f"{text}, {compared}" for text in hyperparameters_of(self._groups)]
 
         status = RankStatus(
@@ -294,6 +295,7 @@ class MuonStep(torch.optim.Optimizer):
         self._executor.elementwise.fill_if([*gradients_of(step.records), *made_zeros], step.skip_mask, -0.0)
 
     def _adamw_step(self, step: StepContext) -> None:
+        self._offload.wait_for_adamw()
         before, step.would_diverge = step.would_diverge, True  # if it fails, the other ranks have stepped and this one has not
         indices_by_group: dict[int, list[int]] = {}
         for k, record in enumerate(step.records):
@@ -337,7 +339,9 @@ class MuonStep(torch.optim.Optimizer):
         """``param_groups``, typed. The public attribute keeps torch's type, since users may add other keys."""
         return cast("list[ParamGroup]", self.param_groups)
 
-    # DistMuon overrides what follows.
+    # DistMuon and TorchMuon override what follows.
+
+    _keeps_means = False  # whether momentum is a mean of the gradients and not their sum
 
     @property
     def _averages_gradients(self) -> bool:

@@ -24,7 +24,7 @@ from ..transport import Exchange
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a ``torch.amp.GradScaler`` has told the optimizer."""
+    """The two values that a ``torch.amp.GradScaler`` sets on the optimizer."""
 
     scale: Tensor | None  # what the gradients are multiplied by; None if they are not scaled
     found_inf: Tensor | None  # above zero if the scaler has found a gradient that is not finite; None if there is no scaler
@@ -76,8 +76,8 @@ class NonFinite:
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
-        self.skipped: int | Tensor = 0  # how many steps; a tensor where only a device knows it
-        self.skipped_matrices: int | Tensor = 0  # how many updates; also a tensor there
+        self.skipped: int | Tensor = 0  # number of skipped steps; a tensor if only a device knows it
+        self.skipped_matrices: int | Tensor = 0  # number of updates left out; also a tensor then
         self._checked: Sequence[CheckedUpdates] = ()  # by the last step
 
     @property
@@ -128,7 +128,7 @@ class NonFinite:
         return None if device is None else torch.zeros((), dtype=torch.bool, device=device)
 
     def found(self, params: Sequence[ParamRecord], scaling: Scaling, elementwise: Elementwise) -> Tensor | None:
-        """What devices of this rank know, as a boolean there; None if none has to be asked."""
+        """Whether a device of this rank has found such a gradient, as a boolean there; None if none has to be asked."""
         if scaling.found_inf is not None:
             return None if known_to_host(scaling.found_inf) else scaling.found_inf > 0
         on_device = [record for record in params if not known_to_host(record.param)] if self.policy == "skip" else []
@@ -139,7 +139,7 @@ class NonFinite:
     ) -> Tensor | None:
         """Whether all ranks skip the step: a boolean tensor without dims on the device, or None if no device has to be asked.
 
-        Also counts a skipped step. All ranks reduce or none: options and the devices of parameters decide, alike on all ranks.
+        Also counts a skipped step. All ranks reduce or none: options and devices decide, which are the same on all ranks.
         """
         if (found := self.found(params, scaling, elementwise)) is None:
             return None
@@ -152,5 +152,5 @@ class NonFinite:
 
 
 def gradients_of(params: Iterable[ParamRecord]) -> list[Tensor]:
-    """This rank's parts of all gradients."""
+    """The local tensors of all gradients."""
     return [local_part(record.param.grad) for record in params if record.param.grad is not None]

@@ -1,7 +1,8 @@
 """Optimizer state in host memory between steps: offloaded after a step, loaded before the next.
 
 While the state is offloaded, ``optimizer.state`` holds host tensors of the same shapes, so it can be saved, copied and read as
-usual. One flat buffer per device and dtype makes each direction a single copy.
+usual. Flat buffers make each direction a few copies: one for AdamW's and one for other state of each device and
+dtype, on a GPU as many as waste little pinned memory.
 """
 
 from __future__ import annotations
@@ -9,21 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..device import Transfers, is_staged, transfers_for
+from ..device import Mark, Transfers, is_staged, transfers_for
 from ..errors import KeptError
 from ..params.dtensors import with_local
-from ..state.param_state import COUNTER
+from ..state.param_state import ADAMW_KEYS, COUNTER
 from ..torch_compat import local_part
 
 _ALIGNMENT = 64  # bytes; suits vector instructions and copies
 _NOT_MOVED = ("step", COUNTER)  # a number or two per parameter, which a step needs on its device
 
 _States = Mapping[Tensor, dict[str, Any]]
+
+
+class _PoolKind(NamedTuple):
+    """What is the same for all state in a pool."""
+
+    device: torch.device
+    dtype: torch.dtype
+    of_adamw: bool
 
 
 class _Slot(NamedTuple):
@@ -58,14 +68,19 @@ class _Slot(NamedTuple):
 
 @dataclass(slots=True)
 class _Pool:
-    """The state of one device and dtype."""
+    """State of one kind that is copied together."""
 
     slots: list[_Slot]
     host: Tensor  # flat buffer in host memory
     transfers: Transfers  # copies between host and device
     device: torch.device
+    of_adamw: bool  # which a step needs last, and loads while it works on matrices
     flat: Tensor | None  # flat buffer on the device; None while the state is offloaded
     current: list[Tensor]  # the tensors that are in ``optimizer.state`` now, one per slot
+    loaded: Mark = None  # when ``flat`` has the state
+
+    def members(self) -> Iterator[tuple[_Slot, Tensor]]:
+        return zip(self.slots, self.current, strict=True)
 
     def load_separately(self, slot: _Slot) -> Tensor:
         local = torch.empty_strided(slot.shape, slot.stride, dtype=self.host.dtype, device=self.device)
@@ -78,7 +93,7 @@ class Offload:
 
     def __init__(self, *, on: bool = False) -> None:
         self.on = on
-        self._inside = False  # a step is under way
+        self._inside = False  # a step is running
         self._pools: list[_Pool] = []
 
     def turn_on(self, states: _States) -> None:
@@ -93,10 +108,11 @@ class Offload:
         self.on = False
 
     @contextmanager
-    def resident(self, states: _States, failure: KeptError) -> Iterator[None]:
+    def resident(self, states: _States, failure: KeptError, *, adamw_later: bool = False) -> Iterator[None]:
         """Loads the state for the ``with`` block and offloads it afterwards, even if the step fails.
 
-        Keeps an error of loading: the other ranks must learn of it before this one raises it.
+        If ``adamw_later``, AdamW's is there only after ``wait_for_adamw``. Keeps an error of loading: the other ranks must learn
+        of it before this one raises it.
         """
         if not self.on or self._inside:
             yield
@@ -104,11 +120,17 @@ class Offload:
         self._inside = True
         try:
             with failure:
-                self._load(states)
+                self._load(states, adamw_later=adamw_later)
             yield
         finally:
             self._inside = False
             self._offload(states)
+
+    def wait_for_adamw(self) -> None:
+        """What the device is given next finds the state of AdamW there."""
+        for pool in self._pools:
+            if pool.of_adamw:
+                pool.transfers.wait(pool.loaded)
 
     def put_away(self, states: _States) -> None:
         """Offloads state that has been created or loaded from a checkpoint on the devices."""
@@ -122,13 +144,13 @@ class Offload:
 
     @torch.inference_mode(False)  # tensors created inside inference_mode could not be written outside
     @torch.no_grad()
-    def _load(self, states: _States, *, bulk: bool = True) -> None:
+    def _load(self, states: _States, *, bulk: bool = True, adamw_later: bool = False) -> None:
         for pool in self._pools:
             if pool.flat is not None:  # offloading has failed, and the host has older values
                 continue
             if bulk:
                 flat = torch.empty(pool.host.numel(), dtype=pool.host.dtype, device=pool.device)
-                pool.transfers.load(flat, pool.host)
+                pool.loaded = pool.transfers.load(flat, pool.host, waits=not (adamw_later and pool.of_adamw))
                 pool.flat = flat
             for k, slot in enumerate(pool.slots):
                 if states.get(slot.param, {}).get(slot.key) is pool.current[k]:  # not replaced or deleted meanwhile
@@ -142,12 +164,13 @@ class Offload:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _offload(self, states: _States) -> None:
-        by_pool: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, str, Tensor]]] = {}
-        for param, key, value in _movable(states):
-            by_pool.setdefault((param.device, value.dtype), []).append((param, key, value))
-        if not self._pools_hold(list(by_pool.values())):
+        by_pool: dict[_PoolKind, list[tuple[Tensor, str, Tensor]]] = {}
+        for param, key, value in sorted(_movable(states), key=lambda member: member[1] in ADAMW_KEYS):  # and so copied last
+            by_pool.setdefault(_PoolKind(param.device, value.dtype, key in ADAMW_KEYS), []).append((param, key, value))
+        held = {(id(slot.param), slot.key, id(value)) for pool in self._pools for slot, value in pool.members()}
+        if held != {(id(param), key, id(value)) for members in by_pool.values() for param, key, value in members}:
             self.settle()  # before host buffers are freed that may still be written
-            self._pools = [_new_pool(device, dtype, members) for (device, dtype), members in by_pool.items()]
+            self._pools = [pool for kind, members in by_pool.items() for pool in _new_pools(kind, members)]
         for pool in self._pools:
             if pool.flat is not None:
                 pool.transfers.store(pool.host, pool.flat)
@@ -155,14 +178,6 @@ class Offload:
             for k, slot in enumerate(pool.slots):
                 pool.current[k] = with_local(pool.current[k], slot.view_in_own_storage(pool.host))
                 states[slot.param][slot.key] = pool.current[k]
-
-    def _pools_hold(self, by_pool: list[list[tuple[Tensor, str, Tensor]]]) -> bool:
-        """Whether the state consists of the pools' own tensors, so that one copy per pool offloads it."""
-        return len(by_pool) == len(self._pools) and all(
-            len(pool.current) == len(members)
-            and all(current is value for current, (_, _, value) in zip(pool.current, members, strict=True))
-            for pool, members in zip(self._pools, by_pool, strict=True)
-        )
 
 
 def _movable(states: _States) -> list[tuple[Tensor, str, Tensor]]:
@@ -176,20 +191,25 @@ def _movable(states: _States) -> list[tuple[Tensor, str, Tensor]]:
     ]
 
 
-def _new_pool(device: torch.device, dtype: torch.dtype, members: list[tuple[Tensor, str, Tensor]]) -> _Pool:
-    """A pool whose host buffer has the values of ``members``: (parameter, key, tensor) triples."""
+def _new_pools(kind: _PoolKind, members: list[tuple[Tensor, str, Tensor]]) -> list[_Pool]:
+    """Pools whose host buffers have the values of ``members``: (parameter, key, tensor) triples."""
+    device, dtype, of_adamw = kind
     step = max(1, _ALIGNMENT // dtype.itemsize)
-    slots, size = [], 0
-    for param, key, value in members:
-        local = local_part(value)
-        slots.append(_Slot(param, key, local.shape, local.stride(), size))
-        size += -(-slots[-1].span // step) * step
-    transfers = transfers_for(device)
-    host = transfers.host_buffer(size, dtype)
-    for slot, (_, _, value) in zip(slots, members, strict=True):
-        local = local_part(value)
-        if local.device == device:
-            transfers.store(slot.view(host), local)
-        else:  # it was offloaded already, in another buffer
-            slot.view(host).copy_(local)
-    return _Pool(slots, host, transfers, device, None, [value for _, _, value in members])
+    slots = [_Slot(param, key, local_part(value).shape, local_part(value).stride(), 0) for param, key, value in members]
+    spans = [-(-slot.span // step) * step for slot in slots]
+    transfers, pools, first = transfers_for(device), [], 0
+    for count in transfers.portions([dtype.itemsize * span for span in spans]):
+        portion = slice(first, first + count)
+        offsets = accumulate(spans[portion], initial=0)
+        placed = [slot._replace(offset=offset) for slot, offset in zip(slots[portion], offsets, strict=False)]
+        host = transfers.host_buffer(sum(spans[portion]), dtype)
+        values = [value for _, _, value in members[portion]]
+        for slot, value in zip(placed, values, strict=True):
+            local = local_part(value)
+            if local.device == device:
+                transfers.store(slot.view(host), local)
+            else:  # it was offloaded already, in another buffer
+                slot.view(host).copy_(local)
+        pools.append(_Pool(placed, host, transfers, device, of_adamw, None, values))
+        first += count
+    return pools

@@ -60,10 +60,12 @@ class Scratch:
         batch: what will be orthogonalised.
         dtype: dtype of the products.
         result: where the result will go.
+        norm_floor: the smallest norm by which a matrix is divided.
     """
 
-    def __init__(self, workspace: Workspace, batch: Tensor, dtype: torch.dtype, result: Tensor) -> None:
+    def __init__(self, workspace: Workspace, batch: Tensor, dtype: torch.dtype, result: Tensor, norm_floor: float = 0.0) -> None:
         self._workspace = workspace
+        self.norm_floor = norm_floor
         self._dtype = dtype
         self._device = batch.device
         batch = _short_side_first(batch)
@@ -139,7 +141,7 @@ def iterate(
     x, start = scratch.x, 0
     # Where the result has more digits than X it holds the rescaled batch first, so that X is rounded once, not twice.
     unrounded = result if result.dtype.itemsize > x.dtype.itemsize else None
-    normalised = products.normalise(batch, x, scratch.flat)
+    normalised = not scratch.norm_floor and products.normalise(batch, x, scratch.flat)
     if not normalised:
         _rescale(batch, scratch, unrounded)
     spare = scratch.spare
@@ -148,7 +150,7 @@ def iterate(
         gram = products.symmetric(x, x, scratch.square("gram"))
         norm = None  # by which ``_apply_block`` must divide
         if index == 0:
-            norm = None if normalised else _normalise(gram, scratch.scale)
+            norm = None if normalised else _normalise(gram, scratch.scale, scratch.norm_floor)
             if show_gram is not None:
                 show_gram(gram)
             # A quintic on its own adds a·X, so X itself is divided. In 16 bits it is divided, too: from the unrounded batch, if
@@ -190,10 +192,16 @@ def _rescale(batch: Tensor, scratch: Scratch, unrounded: Tensor | None) -> None:
         scratch.x.copy_(unrounded)
 
 
-def _normalise(gram: Tensor, scale: Tensor) -> Tensor:
-    """Divides R = X·Xᵀ by the square of X's Frobenius norm, which is its trace. Returns the norm, written over ``scale``."""
+def _normalise(gram: Tensor, scale: Tensor, norm_floor: float) -> Tensor:
+    """Divides R = X·Xᵀ by the square of X's Frobenius norm, which is its trace. Returns the norm, written over ``scale``.
+
+    X was divided by ``scale``, and so is ``norm_floor``.
+    """
+    floor = (norm_floor / scale).square_() if norm_floor else None
     torch.sum(gram.diagonal(dim1=1, dim2=2), dim=1, dtype=scale.dtype, out=scale[:, 0, 0])
     scale.clamp_(min=max(torch.finfo(gram.dtype).tiny, torch.finfo(scale.dtype).tiny))  # neither dtype may round it to zero
+    if floor is not None:
+        torch.maximum(scale, floor, out=scale)
     gram.div_(scale)
     return scale.sqrt_()
 

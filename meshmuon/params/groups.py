@@ -51,8 +51,8 @@ def normalise_params(params: object) -> list[dict[str, Any]]:
     for group in groups:
         if not isinstance(group, dict):
             raise ConfigError(
-                f"params must be a list of groups, got an iterable of {type(group).__name__}, such as model.parameters() or "
-                f"model.named_parameters(). Muon must be told which parameters are matrices. {_RIGHT_CALL} {_CALL_OF_TRAINERS}"
+                f"params must be a list of groups, got an iterable of {type(group).__name__}, such as model.parameters(), which "
+                f"has no names. Muon must be told which parameters are matrices. {_RIGHT_CALL} {_CALL_OF_TRAINERS}"
             )
     return groups
 

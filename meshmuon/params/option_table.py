@@ -50,7 +50,7 @@ from .checks import (
 )
 from .lr import AdjustLR, check_adjust_lr
 from .metrics_option import metrics_from
-from .rules import RuleLike, check_rule
+from .rules import RuleLike, chain_of, check_rule
 
 
 class Scope(Enum):
@@ -230,9 +230,11 @@ _MODEL = (
 )
 
 _UPDATE = (
-    Option("rule", "plain", _MUON, of_value(check_rule), _PLAN, defines_matrices=True).with_help(
-        'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, or an '
-        "object with the methods of ``UpdateRule``; see docs/rules.md."
+    Option(
+        "rule", "plain", _MUON, of_value(check_rule), _PLAN, lambda rule: chain_of(rule) or rule, defines_matrices=True
+    ).with_help(
+        'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, an '
+        "object with the methods of ``UpdateRule``, or a list of these, applied in its order; see docs/rules.md."
     ),
     Option("cautious_weight_decay", False, _MUON, check_flag, _VALUE).with_help(
         "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md."

@@ -6,9 +6,9 @@ executor's ``StepParam``, QK-clip and the metrics all read it. ``meshmuon plan``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ class GroupRecipe(NamedTuple):
         if not group["use_muon"]:
             return cls(rounding=group["rounding"])
         scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
+        norm_floor = cast(Mapping[str, Any], group).get("norm_floor")  # of TorchMuon's groups
+        if norm_floor is not None and isinstance(scheme, Scheme):
+            scheme = replace(scheme, norm_floor=norm_floor)
         return cls(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"])
 
 
@@ -60,11 +63,11 @@ class ParamLocation(NamedTuple):
     @classmethod
     def of(cls, param: Tensor, recipe: GroupRecipe) -> ParamLocation:
         """Where a parameter of a model lies. AdamW, which sees no matrices, works where the parameter is."""
-        device, sharded = param.device, as_dtensor(param)
+        device, dtensor = param.device, as_dtensor(param)
         works_on = device if recipe.matrix_options is None else work_device(param)
-        if sharded is None:
+        if dtensor is None:
             return cls(tuple(param.shape), None, (), device, works_on)
-        return cls(tuple(sharded.to_local().shape), sharded.device_mesh, sharded.placements, device, works_on)
+        return cls(tuple(dtensor.to_local().shape), dtensor.device_mesh, dtensor.placements, device, works_on)
 
 
 @dataclass(frozen=True, slots=True)

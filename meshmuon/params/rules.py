@@ -14,23 +14,27 @@ write a rule of your own, implement the three methods of ``UpdateRule``::
             update.mul_(0.5)
 
     optimizer = Muon(groups, rule=Halved())
+
+A list of rules is applied in its order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, shown
+from ..execute import RuleChain
 from ..execute import UpdateRule as UpdateRule  # users import it from here, beside the rules
 from .checks import check_range
 
 RuleName: TypeAlias = Literal["plain", "normuon", "muon_plus", "muoneq"]
-RuleLike: TypeAlias = RuleName | UpdateRule
-"""A rule by name or as an object."""
+RuleLike: TypeAlias = RuleName | UpdateRule | Sequence[RuleName | UpdateRule]
+"""A rule by name or as an object, or several of these in the order in which they are applied."""
 
 _METHODS = ("remembers", "before", "after")
 
@@ -118,7 +122,10 @@ _BY_NAME: dict[RuleName, UpdateRule | None] = {
 
 
 def check_rule(rule: object) -> None:
-    """Refuses anything but the name of a rule or an object with its methods."""
+    """Refuses anything but the name of a rule, an object with its methods, or a list of these."""
+    if (chain := chain_of(rule)) is not None:
+        _check_chain(chain)
+        return
     if isinstance(rule, str):
         if rule not in _BY_NAME:
             raise ConfigError(f"rule={shown(rule)} is unknown; write one of {', '.join(map(repr, _BY_NAME))}, or an object.")
@@ -138,7 +145,27 @@ def check_rule(rule: object) -> None:
         ) from None
 
 
+def chain_of(rule: object) -> tuple[Any, ...] | None:
+    """The rules of a list; None for a single rule, which may be a tuple with methods."""
+    return tuple(rule) if isinstance(rule, (list, tuple)) and not hasattr(rule, "remembers") else None
+
+
+def _check_chain(rules: Sequence[Any]) -> None:
+    for rule in rules:
+        if chain_of(rule) is not None or (isinstance(rule, str) and rule == "plain"):
+            raise ConfigError(f'rule={shown(rules)}: a list holds rules other than "plain", and no lists.')
+        check_rule(rule)
+    if not rules:
+        raise ConfigError('rule=[] names no rule: write rule="plain".')
+    keeping = [type(rule).__name__ for rule in map(resolve_rule, rules) if rule is not None and rule.remembers()]
+    if len(keeping) > 1:
+        raise ConfigError(f"rule={shown(rules)}: {' and '.join(keeping)} keep numbers between steps; a list has room for one.")
+
+
 def resolve_rule(rule: RuleLike) -> UpdateRule | None:
     """The rule as an object; None for ``"plain"``."""
     check_rule(rule)
-    return _BY_NAME[rule] if isinstance(rule, str) else rule
+    if (chain := chain_of(rule)) is not None:
+        rules = tuple(map(resolve_rule, chain))
+        return rules[0] if len(rules) == 1 else RuleChain(rules)  # type: ignore[arg-type]
+    return _BY_NAME[rule] if isinstance(rule, str) else cast(UpdateRule, rule)

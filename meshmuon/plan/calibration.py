@@ -27,11 +27,12 @@ _REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How fast n × n matrices are worked on by one rank, while all ranks work."""
+    """How fast matrices are worked on by one rank, while all ranks work."""
 
     dtype: str
-    size: int  # n
+    size: int  # the shorter side
     flops_per_second: float
+    length: int | None = None  # the longer side; None if it is as short
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,14 @@ class Calibration:
     ranks_per_node: int  # most ranks on one node
     compute_dtype: str  # in which matrices are orthogonalised by default
     products: tuple[Rate, ...]  # matrix products, for each dtype and size
-    orthogonalisation: tuple[Rate, ...]  # the default scheme in ``compute_dtype``, by counted FLOPs, for each size
+    orthogonalisation: tuple[Rate, ...]  # the default scheme in ``compute_dtype``, by counted FLOPs, for each size or shape
     inside: LinkRate | None  # between two ranks of one node; None if no node has two ranks
     between: LinkRate | None  # between two ranks of different nodes; None on one node
     exchange: LinkRate | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step; predictions for CPUs use it
     host_seconds_per_step: float  # what a step takes beside its matrices or, on a GPU, launches, and beside its exchanges
     elementwise: ElementwiseRates | None = None  # None in files that were written before it was measured
-    exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU; None likewise
+    exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU, else None
     copies: LinkRate | None = None  # between the memory of a device and pinned memory of its host; None on CPU
     seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
     host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU and in older files
@@ -88,7 +89,7 @@ class Calibration:
         """
         if self.exchange is None:
             raise ConfigError(f"it was measured on one rank and knows no link between ranks. {_REMEDY}")
-        rate = max(self.orthogonalisation, key=lambda rate: rate.size).flops_per_second
+        rate = max(self.orthogonalisation, key=lambda rate: (rate.length is None, rate.size)).flops_per_second
 
         def price(link: LinkRate) -> tuple[float, float]:
             return rate / link.bytes_per_second, max(1.0, rate * link.seconds)
@@ -98,14 +99,14 @@ class Calibration:
             return CostModel(*price(self.exchange), host_flops_per_byte=of_host)
         return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1], of_host)
 
-    def orthogonalisation_rate(self, size: int) -> float:
-        """FLOPs per second on matrices whose shorter side is ``size``; on a logarithmic scale between two sizes."""
-        return rate_at(size, ((rate.size, rate.flops_per_second) for rate in self.orthogonalisation))
+    def orthogonalisation_rate(self, size: int, length: int | None = None) -> float:
+        """FLOPs per second on a further matrix of a batch, by its shorter and its longer side."""
+        return _rate_of_shape(self.orthogonalisation, size, length or size)
 
-    def rate_alone(self, size: int) -> float:
+    def rate_alone(self, size: int, length: int | None = None) -> float:
         """The same of a matrix that has a batch for itself; never above the rate of a batch."""
-        batched = self.orthogonalisation_rate(size)
-        return min(batched, rate_at(size, ((rate.size, rate.flops_per_second) for rate in self.alone))) if self.alone else batched
+        batched = self.orthogonalisation_rate(size, length)
+        return min(batched, _rate_of_shape(self.alone, size, length or size)) if self.alone else batched
 
     @property
     def exchange_busy(self) -> float:
@@ -124,7 +125,7 @@ class Calibration:
         return completed if self.exchange else replace(completed, exchange=exchange, seconds_per_peer=seconds_per_peer)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file. What only rates that were not measured have is there if it is not empty."""
+        """The content of the file. What the first files did not have is there if it is not empty."""
         described = ("seconds_per_peer", "alone", "slower_beside_exchange")
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return {name: value for name, value in content.items() if value or name not in described}
@@ -163,6 +164,18 @@ def _given(reader: RatesReader, name: str) -> float | None:
 
 def _elementwise(reader: RatesReader) -> ElementwiseRates:
     return ElementwiseRates(**{field.name: reader.number(field.name) for field in fields(ElementwiseRates)})
+
+
+def _rate_of_shape(rates: Sequence[Rate], size: int, length: int) -> float:
+    """The rate of the nearest shape, where square matrices count as measured at every size."""
+    size, length = max(1, size), max(1, length)  # a matrix may be empty
+    squares = [(rate.size, rate.flops_per_second) for rate in rates if rate.length is None]
+    nearest = (length / size, rate_at(size, squares)) if squares else (math.inf, 0.0)
+    for rate in rates:
+        if rate.length is not None:
+            apart = max(size / rate.size, rate.size / size, length / rate.length, rate.length / length)
+            nearest = min(nearest, (apart, rate.flops_per_second), key=lambda pair: pair[0])
+    return nearest[1]
 
 
 def rate_at(size: int, points: Iterable[tuple[int, float]]) -> float:
@@ -241,7 +254,11 @@ class RatesReader:
 
         rows = self._field(name, "a list of rates", is_list)
         readers = [RatesReader(row, f"{name}[{k}].") for k, row in enumerate(rows)]
-        return tuple(Rate(row.text("dtype"), row.whole("size", _LARGEST_SIZE), row.number("flops_per_second")) for row in readers)
+        return tuple(row.rate() for row in readers)
+
+    def rate(self) -> Rate:
+        length = None if self.content.get("length") is None else self.whole("length", _LARGEST_SIZE)
+        return Rate(self.text("dtype"), self.whole("size", _LARGEST_SIZE), self.number("flops_per_second"), length)
 
     def link(self, name: str) -> LinkRate | None:
         """A link, or None if it was not measured."""

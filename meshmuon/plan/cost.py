@@ -69,7 +69,7 @@ class CostModel:
         cost = flops + self.flops_per_byte * moved * itemsize
         if crossings is None:
             return cost
-        between = crossings.fewest(sharded)  # more than ``moved`` where replicas on other nodes get the result as well
+        between = crossings.fewest(sharded)  # exceeds ``moved`` if replicas on other nodes receive the result
         inside_price, between_price = self.flops_per_byte * itemsize, self.per_byte_between * itemsize
         return cost + (between_price - inside_price) * min(between, moved) + between_price * max(0, between - moved)
 
@@ -85,7 +85,7 @@ class CostModel:
         spent = self.flops_per_byte * sharded.size * itemsize
         if crossings is None or sharded.replicas == 1:
             return saved >= spent
-        # Each byte between nodes costs this much more than the above has counted.
+        # The additional cost of a byte between nodes.
         extra = (self.per_byte_between - self.flops_per_byte) * itemsize
         fewer = crossings.fewest_apart(sharded) - crossings.fewest(sharded)
         return (sharded.replicas - 1) * (saved - spent) + extra * fewer >= 0

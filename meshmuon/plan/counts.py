@@ -1,4 +1,4 @@
-"""What a step of a plan costs in bytes, buffers, peers and messages, of ``Muon`` or of ``DistMuon``."""
+"""Bytes, buffers, peers and messages of a step of ``Muon`` or of ``DistMuon``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .traffic import HeldPiece
 class ExchangePeers:
     """One exchange. Messages are counted as if everything were sent directly."""
 
-    peers: list[int]  # by rank, in the order of the plan's ranks: how many ranks it sends to or receives from
+    peers: list[int]  # number of peers of each rank, in the order of the plan's ranks
     messages: int  # pairs of ranks of which one sends something to the other
     largest: int  # bytes of the largest message
 
@@ -24,7 +24,7 @@ WavePeers: TypeAlias = list[tuple[ExchangePeers, ExchangePeers]]
 
 
 def count_peers(plan: PlanData) -> WavePeers:
-    """All exchanges; through relays peers are at most those that a rank then has."""
+    """All exchanges; through relays a rank has at most the peers that relaying leaves it."""
     exchanges: WavePeers = []
     for wave, itemsizes in enumerate(plan.wave_owners.itemsizes):
         scatter = _exchange(plan, wave, gather=False)
@@ -34,7 +34,7 @@ def count_peers(plan: PlanData) -> WavePeers:
 
 
 def peers_of_step(plan: PlanData) -> list[int]:
-    """Distinct peers per rank over a step, likewise."""
+    """Distinct peers per rank over a step; through relays at most those of the relays."""
     return _limited(plan, plan.peer_counter.count(range(len(plan.wave_lanes)))[0])
 
 
@@ -83,14 +83,14 @@ def bytes_sent(plan: PlanData, *, averages: bool) -> dict[int, int]:
     if not averages:
         return plan.bytes_sent
     total = dict.fromkeys(plan.ranks, 0)
-    for wave in plan.traffic:  # gradients go the way on which weights come back
+    for wave in plan.traffic:  # gradients take the way of the weights, backwards
         for rank, sent, received in zip(plan.ranks, wave.scatter.sent, wave.scatter.received, strict=True):
             total[rank] += sent + received
     return total
 
 
 def buffer_bytes(plan: PlanData, *, averages: bool) -> dict[int, int]:
-    """Rank → bytes of its exchange buffers, likewise; those of ``DistMuon`` hold all waves at once, and the averages of one."""
+    """Rank → bytes of its exchange buffers. ``DistMuon`` has buffers for all waves at once, and for the averages of one."""
     if not averages:
         return {rank: plan.buffer_bytes(rank) for rank in plan.ranks}
     averaged = [dict.fromkeys(plan.ranks, 0) for _ in plan.wave_lanes]

@@ -1,4 +1,4 @@
-"""Machines as plain data: how fast they multiply, copy and send, and how much memory they have."""
+"""Machines as plain data: rates of products, copies and links, and memory."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class Machine:
     inside: LinkRate  # between ranks of one node
     between: LinkRate  # between ranks of different nodes
     seconds_per_peer: float  # what each further rank adds to an exchange
-    connection_bytes: int  # device memory that a connection to another rank takes, about
+    connection_bytes: int  # approximate device memory of a connection to another rank
     host_seconds_per_matrix: float
     host_seconds_per_step: float
-    host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None where it is not known
+    host_seconds_per_launch: float | None = None  # host time to issue a kernel; None if unknown
     efficiency_alone: tuple[tuple[int, float], ...] = ()  # as ``efficiency``, of a single matrix; empty if it is the same
-    slower_beside_exchange: float = 0.0  # what products take longer while the links are busy, as a share
+    slower_beside_exchange: float = 0.0  # slowdown of products while the links are busy, as a share
     calibration: Calibration | None = field(default=None, repr=False)  # measured rates that replace those above in predictions
 
     def rates_for(
         self, compute_dtype: str = "", *, several_nodes: bool = True, weight: int = 4, momentum: int = 4, wire: int = 2
     ) -> Calibration:
-        """The rates of a job: those that were measured, completed by what its file says, or these alone.
+        """The rates of a job: measured ones, completed from the file of the machine, or the file's alone.
 
         ``weight``, ``momentum`` and ``wire`` are the bytes of an element of the weight, of its momentum, and of what is sent. The
         latency of an exchange is that of the slowest link in it. Elementwise work takes as long as the memory needs for what it
@@ -124,7 +124,7 @@ class Machine:
         return "float32" if self.device == "cpu" or "bfloat16" not in self.peak_flops else "bfloat16"
 
     def peak(self) -> float:
-        """FLOPs per second by which the use of a model's FLOPs is usually stated: bfloat16's, unless float32 is faster (CPUs)."""
+        """FLOPs per second to which model FLOP use refers: bfloat16's, unless float32 is faster (CPUs)."""
         rates = [self.peak_flops[dtype] for dtype in ("bfloat16", "float32") if dtype in self.peak_flops]
         return max(rates or self.peak_flops.values())
 

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which elements must leave it."""
+"""Which ranks share a node, and the elements that travel between nodes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Nodes:
 
 
 class Crossings:
-    """How many elements of a matrix travel between nodes, depending on its owner. What it finds of a matrix is kept."""
+    """Number of elements of a matrix that travel between nodes, for each owner; cached by matrix."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
@@ -74,18 +74,18 @@ class Crossings:
         return self._crossing(sharded)[sharded.holdings[owner][1], self.nodes.node_of(owner)][0]
 
     def fewest(self, sharded: ShardedMatrix) -> int:
-        """What the best owner needs."""
+        """Elements between nodes with the best owner."""
         return min(crossing for crossing, _ in self._crossing(sharded).values())
 
     def fewest_apart(self, sharded: ShardedMatrix) -> int:
-        """What the best owners of all replicas need together, if each replica computes for itself."""
+        """Elements between nodes with the best owner of each replica, if each replica computes for itself."""
         fewest: dict[int, int] = {}
         for (replica, _), (_, gathered) in self._crossing(sharded).items():
             fewest[replica] = min(fewest.get(replica, gathered), gathered)
         return 2 * sum(fewest.values())
 
     def depend_on_owner(self, sharded: ShardedMatrix) -> bool:
-        """Whether some owners need more than others."""
+        """Whether the number depends on the owner."""
         return len({crossing for crossing, _ in self._crossing(sharded).values()}) > 1
 
     def _crossing(self, sharded: ShardedMatrix) -> dict[tuple[int, int], tuple[int, int]]:

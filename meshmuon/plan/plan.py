@@ -92,7 +92,7 @@ class OwnedMatrices:
 
 
 def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedMatrices:
-    """Gives every matrix that cannot stay where it is an owner, beside the load of those that can."""
+    """Assigns an owner to every matrix that cannot stay where it is, given the load of those that can."""
     ranks = tuple(sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks}))
     nodes = None if options.nodes is None else options.nodes.among(ranks)
     crossings = None if nodes is None else Crossings(nodes)

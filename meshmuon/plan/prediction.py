@@ -1,4 +1,4 @@
-"""How long a step with a plan takes on machines that were measured."""
+"""Predicted time of a step: a plan and the measured rates of a machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tasks import EVERY_HOLDER, Task
 from .timeline import StepSeconds, Timeline, WaveSeconds, timeline_of
 
 SECONDS_PER_LAUNCH = 7e-6
-"""Of the host, where a machine's own figure is not known: Python, torch's dispatcher and the driver."""
+"""Host time where the machine gives none: Python, torch's dispatcher and the driver."""
 _NO_ADAMW: Mapping[int, int] = {}
 
 
@@ -26,7 +26,7 @@ def step_timeline(
     launches: Sequence[int] = (),
     peers: WavePeers | None = None,
 ) -> Timeline:
-    """A step of ``Muon`` or, with ``averages``, of ``DistMuon``, with the time that each part takes by ``rates``.
+    """The timeline of a step of ``Muon`` or, with ``averages``, of ``DistMuon``, by ``rates``.
 
     ``adamw_elements`` has, by rank, the elements that AdamW steps, ``launches`` the kernels that each rank's host issues; without
     them the host takes no time. ``peers`` is what ``count_peers`` returned, if it was called.
@@ -37,7 +37,7 @@ def step_timeline(
 
 
 class _Seconds:
-    """The seconds of every part of a step, on every rank."""
+    """Seconds of all work of a step, on every rank."""
 
     def __init__(self, plan: PlanData, machine: Calibration, peers: WavePeers | None, *, averages: bool) -> None:
         self._plan, self._machine, self._averages = plan, machine, averages
@@ -53,7 +53,7 @@ class _Seconds:
         else:
             self._per_held = momentum, update
             self._per_owned = 2 * copy  # pieces to matrices, and back
-        self._of_kind: dict[tuple[int, int], tuple[float, float]] = {}  # hundreds of parameters are of a few kinds
+        self._of_kind: dict[tuple[int, int, int], tuple[float, float]] = {}  # hundreds of parameters are of a few kinds
         self._of_matrix = [self._matrix(k) for k in range(len(plan.params))]
         self._work = [dict.fromkeys(plan.ranks, 0.0) for _ in plan.wave_lanes]
         self._copying = [0.0] * len(plan.wave_lanes)  # seconds per element in each direction; a wave is of one lane
@@ -69,18 +69,19 @@ class _Seconds:
                 self._work[task.wave][task.owner] += seconds + self._per_owned * task.sharded.size
 
     def _matrix(self, param: int) -> tuple[float, float]:
-        """Seconds in which one matrix of a parameter is orthogonalised in a batch, and what the first of a batch adds to them."""
+        """Seconds per matrix of a parameter in a batch, and the additional seconds of the first one."""
         planned = self._plan.params[param]
         for one in planned.sharded_matrices(planned.layouts[0])[:1]:
-            kind = planned.flops, min(one.rows, one.cols)
+            short, long = sorted((one.rows, one.cols))
+            kind = planned.flops, short, long
             if kind not in self._of_kind:
-                in_batch = kind[0] / self._machine.orthogonalisation_rate(kind[1])
-                self._of_kind[kind] = in_batch, kind[0] / self._machine.rate_alone(kind[1]) - in_batch
+                in_batch = planned.flops / self._machine.orthogonalisation_rate(short, long)
+                self._of_kind[kind] = in_batch, planned.flops / self._machine.rate_alone(short, long) - in_batch
             return self._of_kind[kind]
         return 0.0, 0.0
 
     def _copied(self, task: Task) -> float:
-        """Seconds in which one element gets from host memory to the device, or back; 0 where it is on the device already."""
+        """Seconds per element between host memory and the device; 0 for weights that are on the device."""
         param, copies = self._plan.params[task.param], self._machine.copies
         return param.itemsize / copies.bytes_per_second if param.staged and copies is not None else 0.0
 

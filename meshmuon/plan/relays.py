@@ -1,8 +1,8 @@
 """Exchanges in two hops through one rank per pair of nodes, for plans that would need too many peers.
 
 One rank of node A collects all that A's ranks send to node B, and sends it in a single message to one rank of B, which
-distributes it. Which ranks do this differs from pair to pair, so that the work is spread over the node. Inside a node
-everything is sent directly. A rank then talks to the other ranks of its node and to one rank of each node that it relays for.
+distributes it. Different pairs of nodes use different ranks, which spreads the work over the node. Inside a node everything is
+sent directly. A rank then talks to the other ranks of its node and to one rank of each node that it relays for.
 
 With 8 ranks per node on 512 nodes an exchange among all has 4,095 peers per rank directly, and 7 + 64 through relays.
 """
@@ -20,15 +20,15 @@ from .nodes import Nodes
 from .traffic import ExchangeBytes, WaveOwners, WaveTraffic
 
 Parcel: TypeAlias = "tuple[int, int]"
-"""All that one rank sends to another in an exchange: from which rank to which."""
+"""Everything that one rank sends to another in an exchange, as (source, target)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HopRoutes:
     """One of the exchanges that a parcel takes, as one rank sees it, in buffer order: by the other rank, then by parcel."""
 
-    sent: tuple[tuple[int, Parcel], ...]  # the rank that each parcel goes to next, which need not be its last
-    received: tuple[tuple[int, Parcel], ...]  # the rank that each parcel comes from, which need not be its first
+    sent: tuple[tuple[int, Parcel], ...]  # the next rank of each parcel, not always its destination
+    received: tuple[tuple[int, Parcel], ...]  # the previous rank of each parcel, not always its origin
 
 
 def relay_for(node: int, ranks: int) -> int:
@@ -86,7 +86,7 @@ class Relays:
 
 
 Hops: TypeAlias = "tuple[ExchangeBytes, ...]"
-"""The exchanges that one exchange really consists of: itself, or collect, forward and distribute."""
+"""The hops of one exchange: the exchange itself, or collect, forward and distribute."""
 
 WaveHops: TypeAlias = "tuple[Hops, Hops]"
 """The hops of the gather and of the scatter of a wave."""
@@ -117,7 +117,7 @@ def relay_buffers(waves: Sequence[tuple[WaveHops, int]]) -> list[int]:
     """Bytes of the buffers between hops on every rank, from the hops of waves and the slots that they use.
 
     Waves take turns in the buffers of the first hop of their slot. The other hops have one set of buffers for all gathers, and
-    one for all scatters, since only one of each is waited for at a time (``meshmuon/execute/buffers.py``).
+    one for all scatters, since only one of each is waited for at a time (``RelayMemory`` in ``execute/buffers.py``).
     """
     largest: dict[tuple[int | str, ...], list[int]] = {}
     for hops, slot in waves:

@@ -1,4 +1,4 @@
-"""One rank's part of a plan: what it sends and receives in each wave, in the order of the buffers, and how large these are.
+"""One rank's view of a plan: the pieces that it sends and receives in each wave, in buffer order, and the sizes of the buffers.
 
 A wave in flight has two buffers:
 
@@ -45,9 +45,9 @@ def routes_of(plan: PlanData, rank: int) -> tuple[WaveRoutes, ...]:
         if piece is None:
             continue
         if task.owner == rank:
-            gathers[task.wave].append(PieceTransfer(index, rank, rank, piece))
-            gathers[task.wave].extend(plan.gather_sends(index))
-            scatters[task.wave].extend(plan.scatter_sends(index))
+            gathers[task.wave].append(PieceTransfer(index, rank, rank, piece))  # stays
+            gathers[task.wave].extend(plan.gather_sends(index))  # the pieces of other holders
+            scatters[task.wave].extend(plan.scatter_sends(index))  # the results for all other holders
         else:
             scatters[task.wave].append(PieceTransfer(index, task.owner, rank, piece))
             if task.sharded.sends_to(rank, task.owner):
@@ -56,7 +56,7 @@ def routes_of(plan: PlanData, rank: int) -> tuple[WaveRoutes, ...]:
 
 
 def rank_routes(rank: int, gathers: Sequence[PieceTransfer], scatters: Sequence[PieceTransfer]) -> WaveRoutes:
-    """The part of ``rank`` in ``gathers`` and ``scatters``; a gather from a rank to itself is a piece that stays."""
+    """What ``rank`` does in ``gathers`` and ``scatters``; a gather from a rank to itself is a piece that stays."""
     return WaveRoutes(
         gather_out=_by_peer(transfer for transfer in gathers if transfer.source == rank != transfer.target),
         gather_in=_by_peer(transfer for transfer in gathers if transfer.target == rank != transfer.source),

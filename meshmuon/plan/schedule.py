@@ -1,4 +1,4 @@
-"""In which order the parts of a step run, and which matrices are orthogonalised together.
+"""The order of work in a step, and the batches of matrices that are orthogonalised together.
 
 The order follows from a few counts, which are equal on all ranks. A batch has matrices of equal shape and treatment, within a
 memory budget.
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Action(Enum):
-    """What is done next in a step: one of the turns of a wave, or work that is not part of a wave."""
+    """The next action of a step: one of the turns of a wave, or work outside the waves."""
 
     GATHER = "a wave accumulates momentum and sends its pieces"
     LOCAL = "all local batches run, while the first pieces are on their way"
@@ -81,7 +81,7 @@ def gradient_read_order(waves: int, local_batches: int, in_flight: int, *, first
 
 
 def most_gathered_ahead(in_flight: int) -> int:
-    """How many of ``in_flight`` waves may have sent their pieces and wait for their turn to compute.
+    """Maximum number of waves that have sent their pieces and wait for their turn to compute.
 
     Links serve exchanges in the order in which they were started. If all waves gathered at once, the first results would be
     stuck behind them.

@@ -13,7 +13,7 @@ from .cost import CostModel, repr_of_given
 from .nodes import Nodes
 
 PartIndex = NewType("PartIndex", int)
-"""Counts ``Plan.params``: the parameters of a plan, and of a fused one each part."""
+"""Counts the parts of a plan, ``Plan.params``: parameters, and each matrix of a fused one."""
 
 EVERY_HOLDER = -1
 NO_WAVE = -1
@@ -27,11 +27,11 @@ DEFAULT_MAX_PEERS = 1024  # per rank and wave; beyond it, exchanges between node
 
 @dataclass(frozen=True, slots=True)
 class PlannedParam:
-    """One parameter, or one part of a fused one."""
+    """A part of the plan: one parameter, or one matrix of a fused one."""
 
     name: str
     layouts: tuple[Layout, ...]  # how it lies on its mesh; several if sibling meshes have copies of it
-    stack_dims: int  # how many leading dims index the matrices (0, or 1 for a stack of experts)
+    stack_dims: int  # leading dims that index the matrices: 0, or 1 for a stack of experts
     lane: Hashable  # what must be equal for matrices to travel together: device types, dtype on the wire and dtype of the update
     itemsize: int  # bytes per element on the wire
     flops: int  # FLOPs of orthogonalising one of its matrices
@@ -96,8 +96,8 @@ class Task:
     holder has whole and computes for itself is one task, with the owner ``EVERY_HOLDER``.
     """
 
-    param: PartIndex  # its parameter in ``Plan.params``
-    matrix: int  # index of the matrix in the parameter
+    param: PartIndex  # its part in ``Plan.params``
+    matrix: int  # index of the matrix in the part
     sharded: ShardedMatrix  # who holds which piece of it
     cost: float  # what it costs the rank that orthogonalises it
     owner: int = EVERY_HOLDER  # the rank that orthogonalises it, or ``EVERY_HOLDER``

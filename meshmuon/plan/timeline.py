@@ -1,9 +1,9 @@
-"""When every rank does what in a step: the waves of a plan in the order in which a step really runs them, with times.
+"""The timeline of a step: the waves of a plan in the order in which a step runs them, with times for every rank.
 
 A rank has a device that works and links that send. The links serve exchanges in the order in which they were started. An exchange
 begins when all ranks have started it, and ends for all of them when the slowest has ended: that is cautious where a few ranks
 have more to send than the others. On GPUs links and device work at the same time, and the device waits only for what it needs.
-On CPUs the cores that compute also copy what is sent and received: that part of an exchange takes the rank's time.
+On CPUs the cores that compute also copy what is sent and received, and this share of an exchange takes the rank's time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ON_LINKS = ("gather", "scatter")
 
 
 class RankSpan(NamedTuple):
-    """Something that one rank does; times are in seconds from the beginning of the step."""
+    """One activity of one rank; times are in seconds from the beginning of the step."""
 
     kind: str  # "host", "momentum", "gather", "local", "orthogonalise", "scatter", "copy", "adamw", "update", "wait"
     wave: int | None
@@ -34,7 +34,7 @@ class RankSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WaveSeconds:
-    """What each rank needs for each part of a wave, before anything waits for anything."""
+    """Seconds of each rank for the work of a wave, without waiting."""
 
     momentum: Seconds  # momentum, and filling the buffer that is sent
     gather: Seconds
@@ -45,11 +45,11 @@ class WaveSeconds:
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """What each rank needs for each part of a step."""
+    """Seconds of each rank for the work of a step, without waiting."""
 
     ranks: tuple[int, ...]
     waves: tuple[WaveSeconds, ...]
-    local: Seconds  # matrices that stay where they are: all that is done with them
+    local: Seconds  # all work on matrices that stay where they are
     adamw: Seconds
     host: Seconds  # before the first wave: looking at parameters, agreeing with the other ranks; 0 if the host runs ahead
     busy: float  # share of an exchange that takes the device's time: 0 if links work by themselves, 1 if nothing is hidden
@@ -57,7 +57,7 @@ class StepSeconds:
     gathered_ahead: int | None = None  # as in ``pipeline_order``
     host_ahead: Seconds = ()  # of a host that issues work for its device: the step ends when both have ended
     launches: Sequence[int] = ()  # kernels that it issues; empty on CPU
-    slower_beside_exchange: float = 0.0  # what orthogonalising takes longer while the links are busy, as a share
+    slower_beside_exchange: float = 0.0  # slowdown of orthogonalising while the links are busy, as a share
     first_sends_last: bool = False  # as in ``pipeline_order``; a rank that owns nothing in a wave then does not hold it up
 
 
@@ -99,9 +99,10 @@ class Timeline:
 
     @cached_property
     def bound(self) -> float:
-        """What no order of these waves can undercut: on some rank the time of its links, its work and what of the first gather
-        and of the last scatter it cannot hide, or one of its waves from momentum to update, which run one after the other. Local
-        matrices and the momentum of other waves hide the first gather, AdamW and the updates of other waves the last scatter.
+        """A lower bound for any order of these waves: on some rank the time of its links, its work and the exposed time of
+        the first gather and of the last scatter, or one of its waves from momentum to update, which run one after the other.
+        Local matrices and the momentum of other waves hide the first gather, AdamW and the updates of other waves the last
+        scatter.
         """
         step = self.work
         bound = max(step.host_ahead, default=0.0)
@@ -121,12 +122,12 @@ class Timeline:
 
     @cached_property
     def slowest(self) -> int:
-        """Of the ranks that end last, the first that waits least: the others wait for it."""
+        """The critical rank: of those that end last, the first that waits least. The others wait for it."""
         waited = dict(zip(self.ranks, self.waited, strict=True))
         return max(self.ranks, key=lambda rank: (self.ends[rank], -waited[rank]))
 
     def spans(self, rank: int) -> list[RankSpan]:
-        """What ``rank`` does, without what takes no time."""
+        """The spans of ``rank``, without empty ones."""
         at = self.ranks.index(rank)
         spans = (RankSpan(phase.kind, phase.wave, phase.start[at], phase.end[at]) for phase in self.phases)
         return [span for span in spans if span.end > span.start]
@@ -138,25 +139,25 @@ class Timeline:
         return totals
 
     @cached_property
-    def parts(self) -> dict[str, float]:
-        """Kind → seconds of the slowest rank, which add up to ``seconds``: what passes on its links beside them is left out.
+    def seconds_by_kind(self) -> dict[str, float]:
+        """Kind → seconds of the slowest rank, which add up to ``seconds``; exchanges that overlap with work are left out.
 
-        "wait" is for exchanges that are under way, "others" for ranks that come late to them.
+        "wait" is for exchanges in flight, "others" for ranks that start them late.
         """
         if not self.ranks:
             return {}
         totals = self.totals(self.slowest)
-        parts = {kind: taken for kind, taken in totals.items() if not self.overlaps or kind not in ON_LINKS}
-        if waited := parts.pop("wait", 0.0):
+        by_kind = {kind: taken for kind, taken in totals.items() if not self.overlaps or kind not in ON_LINKS}
+        if waited := by_kind.pop("wait", 0.0):
             exchanges = [phase for phase in self.phases if self.overlaps and phase.kind in ON_LINKS]
             busy = [(min(phase.start), max(phase.end)) for phase in exchanges]
             waits = [span for span in self.spans(self.slowest) if span.kind == "wait"]
-            under_way = sum(max(0.0, min(end, span.end) - max(begin, span.start)) for span in waits for begin, end in busy)
-            parts |= {"wait": under_way, "others": max(0.0, waited - under_way)}
-        behind = self.seconds - sum(parts.values())  # the host still issues work, and the device waits for it
+            for_links = sum(max(0.0, min(end, span.end) - max(begin, span.start)) for span in waits for begin, end in busy)
+            by_kind |= {"wait": for_links, "others": max(0.0, waited - for_links)}
+        behind = self.seconds - sum(by_kind.values())  # the host still issues work, and the device waits for it
         if behind > 1e-9 * self.seconds:
-            parts["host"] = parts.get("host", 0.0) + behind
-        return {kind: taken for kind, taken in parts.items() if taken > 1e-9 * self.seconds}
+            by_kind["host"] = by_kind.get("host", 0.0) + behind
+        return {kind: taken for kind, taken in by_kind.items() if taken > 1e-9 * self.seconds}
 
     @cached_property
     def waited(self) -> list[float]:
@@ -175,8 +176,8 @@ class Timeline:
 
     @property
     def waited_for(self) -> float:
-        """What the slowest rank spends on exchanges: it waits for those that are under way, or its cores copy."""
-        return sum(self.parts.get(kind, 0.0) for kind in ("wait", "copy", *ON_LINKS))
+        """Seconds that the slowest rank spends on exchanges: it waits for them, or its cores copy."""
+        return sum(self.seconds_by_kind.get(kind, 0.0) for kind in ("wait", "copy", *ON_LINKS))
 
     @property
     def hidden(self) -> float:
@@ -228,7 +229,7 @@ class _Walk:
         self.phases: list[Phase] = []
 
     def orthogonalise(self, kind: str, wave: int | None, seconds: Seconds) -> None:
-        """Work of which the part beside an exchange takes longer."""
+        """Work that is slower while an exchange is in flight."""
         beside = (max(0.0, min(more, self._links_free - now)) for now, more in zip(self._now, seconds, strict=True))
         self.work(kind, wave, [more + self._slower * shared for more, shared in zip(seconds, beside, strict=True)])
 

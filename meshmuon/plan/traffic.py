@@ -1,7 +1,7 @@
 """Bytes, messages and peers of every rank in every exchange, counted without listing the transfers.
 
-Thousands of ranks are only a few kinds by what they hold, and what holders send is counted once for each kind; owners are counted
-one by one. All that is said of bytes comes from here: ``Plan.describe``, predictions, ``meshmuon plan``.
+Thousands of ranks fall into a few kinds by what they hold. What holders send is counted once per kind, owners one by one. All
+figures of bytes come from here: ``Plan.describe``, predictions, ``meshmuon plan``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WaveTraffic:
 
     gather: ExchangeBytes
     scatter: ExchangeBytes
-    pieces: list[int]  # how many pieces each rank holds of the wave's matrices
+    pieces: list[int]  # number of pieces of the wave's matrices on each rank
     elements: list[int]  # of these pieces
 
 
@@ -73,7 +73,7 @@ class RankKinds:
         self.matrices = tuple(self.numbers)
         held: dict[int, list[HeldPiece]] = {}
         for sharded, number in self.numbers.items():
-            # The same object for all ranks that hold as much: comparing kinds then compares addresses first.
+            # One object for all ranks with the same holdings: comparing kinds then compares addresses first.
             pieces: dict[tuple[int, int], HeldPiece] = {}
             for rank, (piece, replica) in sharded.holdings.items():
                 key = sharded.sizes[piece], replica
@@ -87,7 +87,7 @@ class RankKinds:
 
 
 class WaveOwners:
-    """Who owns what in each wave: what traffic, peers and relays are counted from."""
+    """Owners and their bytes in each wave. Traffic, peers and relays are counted from them."""
 
     def __init__(self, ranks: Sequence[int], tasks: Sequence[Task], itemsizes: Sequence[int], waves: int) -> None:
         """``itemsizes`` has the bytes per element on the wire, by parameter."""
@@ -169,7 +169,7 @@ class _TrafficCounter:
 
 
 class PeerCounter:
-    """Counts the peers of every rank. Owners talk to all holders of their matrices, of which a plan has few different sets."""
+    """Counts the peers of every rank. Owners talk to all holders of their matrices; a plan has few sets of holders."""
 
     def __init__(self, owners: WaveOwners) -> None:
         self._owners = owners
@@ -199,7 +199,7 @@ class PeerCounter:
         """Peers of every rank over ``waves``, in the order of the ranks, and pairs of ranks of which one sends to the other.
 
         In the gather each owner's own replica contributes; the scatter reaches all replicas. Ranks that hold pieces in the same
-        sets, and own matrices in the same of these, have equally many peers.
+        sets, and own matrices in the same ones of these, have the same number of peers.
         """
         owners: dict[int, set[int]] = {}  # number of a set of holders → the owners that they talk to
         for wave in waves:

@@ -21,7 +21,7 @@ _ENOUGH_IN_FLIGHT = 4  # waves in flight that overlap gathers, work and scatters
 def cut_into_waves(
     tasks: Sequence[Task], params: Sequence[PlannedParam], options: PlanOptions
 ) -> tuple[list[Task], tuple[Hashable, ...], int]:
-    """The tasks with their waves, the lane of each wave, and how many waves may be in flight.
+    """The tasks with their waves, the lane of each wave, and the number of waves in flight.
 
     Each lane has its own waves. Every owner's matrices are spread over the waves of a lane in the same proportions by cost, so
     that ranks have work at the same time. No other wave computes during the first gather and the last scatter, so the first and
@@ -55,7 +55,7 @@ def cut_into_waves(
 
 
 def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions) -> tuple[list[list[int]], int]:
-    """The cut of each lane, and how many waves are in flight: the first way that keeps to the bound."""
+    """The cut of each lane, and the number of waves in flight: the first way that keeps to the bound."""
     most, bound = options.in_flight, 2 * options.budget * options.in_flight
 
     def fits(cuts: Sequence[Sequence[int]], in_flight: int) -> bool:
@@ -186,7 +186,7 @@ def _without_gaps(waves: list[int]) -> list[int]:
 
 
 class Footprint:
-    """How large the buffers of matrices on one lane become on every rank, for any way to cut them into waves.
+    """The size of the buffers of one lane on every rank, for any cut into waves.
 
     ``routes.py`` names the buffers. A rank's ``shards`` holds its piece of every matrix of the wave, regardless of the owner, and
     is counted once for each kind of ranks.

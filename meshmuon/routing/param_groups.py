@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,12 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, RoutingWarning, level_of_user
 from ..matrices import ONE_MATRIX, MatrixOptions, Split, check_expert_keys, check_matrix_options, with_stars, without_wrappers
-from ..models import ModelContents, ParamContents
+from ..models import ModelContents, ParamContents, model_from_names
 from ..params.checks import refuse_uninitialised, shown
 from ..params.flattened import refuse_flattened_model
 from ..params.option_table import matrices_as_dicts
+from .table import is_first_of_ranks
+
+_UNSEEN = (
+    "Muon was given names and parameters without the model, and routes by names and shapes alone. It cannot see tied weights, "
+    "embeddings and output heads under unusual names, parts of fused weights that only a class or a config tells, matrices "
+    "stored as (in, out) without a bias that shows it, and convolutions that are transposed or have groups. Pass the model, "
+    "Muon(model, ...), or check print(optimizer.routing_table())."
+)
 
 
 class ModelNames(list[str]):
@@ -87,6 +96,34 @@ def get_default_muon_param_groups(
     for param_group in filled:
         _describe(param_group, contents)
     return filled
+
+
+def param_groups_from(params: Any, expert_keys: Sequence[str] | None, conv: str | None, split: Split | None) -> Any:
+    """The default param groups of a model or, with one warning, of (name, parameter) pairs; anything else as it is."""
+    if isinstance(params, nn.Module):
+        return get_default_muon_param_groups(params, None, expert_keys, conv=conv, split=split)
+    if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
+        return params
+    entries = list(params)
+    if not entries or not isinstance(entries[0], tuple):
+        return entries
+    named: dict[str, Tensor] = {}
+    for entry in entries:
+        name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, None)
+        if not isinstance(name, str) or not isinstance(param, Tensor):
+            raise ConfigError(
+                f"{shown(entry)} is not a (name, parameter) pair, as the first of params is. Write Muon(model, lr=...), or "
+                "Muon(model.named_parameters(), lr=...)."
+            )
+        refuse_uninitialised(name, param)
+        if named.setdefault(name, param) is not param:
+            raise ConfigError(f"two parameters are called {name}, and all names of an optimizer must differ: pass each once.")
+    param_groups = param_groups_from(model_from_names(named.items()), expert_keys, conv, split)
+    for param_group in param_groups:
+        param_group["names"] = list(param_group["names"])  # there is no model to compare them with
+    if is_first_of_ranks(param_groups):
+        warnings.warn(_UNSEEN, RoutingWarning, stacklevel=level_of_user())
+    return param_groups
 
 
 def _contents_of(

@@ -18,6 +18,7 @@ from ..params.dtensors import as_dtensor, layout_text
 from ..params.groups import matrix_options_of, rounds_stochastically
 from ..params.lr import AdjustLR, lr_factor, update_rms
 from ..params.option_table import ParamGroup
+from ..params.rules import chain_of
 from ..plan import table
 
 _ADAMW_RMS = 0.2  # typical RMS of an AdamW update at lr 1, which match_rms_adamw reproduces (arXiv:2502.16982)
@@ -89,11 +90,13 @@ def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0, *, f
     """The routing table of the param groups from ``first`` on, out of all groups of an optimizer."""
     rows: list[RoutingRow] = []
     warnings: list[str] = []
+    notes: list[str] = []
     doubts: dict[tuple[str, str], list[str]] = {}  # a doubt and the kind of weight, and the names of all that are of this kind
     shown_groups = param_groups[first:]
     for index, param_group in enumerate(shown_groups, first):
         if param_group["use_muon"]:
             warnings += _lr_warnings(index, param_group) + _scheme_warnings(index, param_group)
+            notes += _rule_note(index, param_group)
         for name, param in zip(param_group["param_names"], param_group["params"], strict=True):
             matrix_sets = find_matrices(name, param.shape, matrix_options_of(param_group)) if param_group["use_muon"] else ()
             why = _reason_of(name, param_group)
@@ -104,7 +107,7 @@ def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0, *, f
     for (doubt, _), (name, *others) in doubts.items():
         warnings.append(f"{name}{f' (and {len(others)} more of its kind)' if others else ''} {doubt}")
     warnings += _unused_entries(shown_groups, param_groups) + _rounding_warnings(shown_groups)
-    return RoutingTable(tuple(rows), tuple(warnings), _notes(rows), full)
+    return RoutingTable(tuple(rows), tuple(warnings), (*notes, *_notes(rows)), full)
 
 
 def is_first_of_ranks(param_groups: Sequence[ParamGroup]) -> bool:
@@ -158,6 +161,11 @@ def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     dtypes = dict.fromkeys(given or default_compute_dtype(work_device(param), param.dtype) for param in param_group["params"])
     reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
     return [f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it." for reason in reasons if reason is not None]
+
+
+def _rule_note(index: int, param_group: ParamGroup) -> list[str]:
+    names = [rule if isinstance(rule, str) else type(rule).__name__ for rule in chain_of(param_group["rule"]) or ()]
+    return [f"group {index} has the rules {', '.join(names)}, in this order."] if names else []
 
 
 def _notes(rows: Sequence[RoutingRow]) -> tuple[str, ...]:

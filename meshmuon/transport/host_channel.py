@@ -291,10 +291,11 @@ class PendingRounds(Generic[_T]):
         self._go_on()
 
     def _go_on(self) -> None:
-        try:
-            self._awaited = next(self._rounds)
-        except StopIteration as stop:
-            self._awaited, self._result = [], stop.value
+        with prompt_switches:  # sending and receiving give up the interpreter lock, even where they do not wait
+            try:
+                self._awaited = next(self._rounds)
+            except StopIteration as stop:
+                self._awaited, self._result = [], stop.value
 
     def advance(self) -> bool:
         """Goes on as far as it can without waiting; returns whether the result is known."""

@@ -97,7 +97,7 @@ def first_gradients(case: Case, held: Held) -> list[bool]:
 
 def check_traffic(case: Case, wire: Wire, ranks: list[list[Any]], held: Held) -> None:
     """Ranks send what their plans say, in two calls per wave: what an owner lacks, and what others hold of its matrices."""
-    if case.averages or case.options.get("rule") == "normuon":  # whose state the plan does not count
+    if case.averages or "normuon" in case.options.get("rule", ""):  # whose state the plan does not count
         return
     for rank in range(len(ranks)):
         wire.check(rank)
@@ -363,7 +363,13 @@ LAYOUTS: dict[str, tuple[Layouts, tuple[Param, ...], dict[str, Any]]] = {
     "slices alone": (Layouts((2, 2), ("a",)), model((S0,), (S1,), 1), {}),
     "plain tensors beside shards": (Layouts((3,)), (*model((S0,)), *model((), (), None)), {}),
 }
-EVERYTHING = {"rule": "normuon", "maximize": True, "cautious_weight_decay": True, "nonfinite": "skip", "rounding": "stochastic"}
+EVERYTHING = {
+    "rule": ["muoneq", "muon_plus", "normuon"],
+    "maximize": True,
+    "cautious_weight_decay": True,
+    "nonfinite": "skip",
+    "rounding": "stochastic",
+}
 
 
 def named(layout: str, *, everything: bool) -> Drawn:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import DistMuon, KernelWarning, MeshmuonError, Muon, StateError
-from meshmuon.execute import step_param
+from meshmuon.execute import settings as executor_settings
 from meshmuon.ortho.kernels import products
 from meshmuon.ortho.kernels.products import BlockedProducts
 from meshmuon.ortho.kernels.tilings import ProductKind
@@ -421,7 +421,7 @@ def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkey
     """``"auto"``: one rank cannot launch, so none uses the kernel, and one warning says why. ``"triton"``: all ranks raise."""
     monkeypatch.setattr(products, "_has", lambda package: True)
     monkeypatch.setattr(
-        step_param, "products_for", lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else KernelStandIn()
+        executor_settings, "products_for", lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else KernelStandIn()
     )
     plain, launched = (run_threads(WORLD, partial(kernels_run, broken=None, kernels=how, **options)) for how in ("torch", "auto"))
     assert not torch.equal(plain[0][1][0], launched[0][1][0])
@@ -453,8 +453,8 @@ def test_all_ranks_use_torchs_product_or_none_does(monkeypatch: pytest.MonkeyPat
         return BlockedProducts() if torch_kinds else KernelStandIn()
 
     monkeypatch.setattr(products, "_has", lambda package: True)
-    monkeypatch.setattr(step_param, "products_for", products_by)
-    monkeypatch.setattr(step_param, "tuner_for", lambda device: _mood)
+    monkeypatch.setattr(executor_settings, "products_for", products_by)
+    monkeypatch.setattr(executor_settings, "tuner_for", lambda device: _mood)
     _mood.no_compiler = False
     first, second = (ProductKind("stand-in", torch.float16, "ieee", n, 512, False, False) for n in (512, 1024))
     silent, faster, slower, unlike = {}, {first: True}, {first: False}, {first: True, second: True}

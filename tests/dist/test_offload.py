@@ -101,10 +101,10 @@ def test_one_rank_that_cannot_bring_its_state_back_stops_all(monkeypatch: pytest
     failing: set[str] = set()
 
     class Full(Transfers):
-        def load(self, device: Tensor, host: Tensor) -> None:
+        def load(self, device: Tensor, host: Tensor, **waits: bool) -> None:
             if threading.current_thread().name in failing:
                 raise torch.OutOfMemoryError("the device is full")
-            super().load(device, host)
+            super().load(device, host, **waits)
 
     monkeypatch.setattr(offload, "transfers_for", lambda device: Full())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshmuon.execute.elementwise import FusedElementwise, _by_dtype, accumulate, adds_alike, apply, fill_with_momentum
+from meshmuon.execute.elementwise import FusedElementwise, _by_dtype, accumulate, adds_uniformly, apply, fill_with_momentum
 from tests.support.hostile import HostileArithmetic, fresh_trials, misplaced
 from tests.support.reference import assert_same_bits
 
@@ -83,7 +83,7 @@ def test_updates_keep_what_is_not_finite_and_the_sign_of_zeros(decay: float) -> 
     for rate in (RATE, -RATE, 0.0):
         param = start.clone()
         apply([param], [update.clone()], decay, rate)
-        alike = adds_alike(torch.float32, torch.float32)
+        alike = adds_uniformly(torch.float32, torch.float32)
         decayed = start.mul(decay)
         wanted = decayed.add(update, alpha=-rate) if alike else decayed.sub(update.mul(rate).add(0.0))
         assert torch.equal(param.view(torch.int32), wanted.view(torch.int32))

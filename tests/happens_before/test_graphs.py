@@ -81,13 +81,13 @@ def test_auto_has_no_inverses_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert scheme_for(AUTO, 512, 512, dtype, DEVICE) == polar_express()
         assert scheme_for(hybrid(), 512, 512, dtype, DEVICE) == hybrid()
     used: list[Any] = []
-    original = ortho_batch._orthogonaliser
+    original = ortho_batch.prepare_ortho
 
-    def orthogonaliser(stacked: Tensor, template: StepParam, *rest: Any) -> Any:
+    def prepare_ortho(stacked: Tensor, template: StepParam, *rest: Any) -> Any:
         used.append(template.scheme)
         return original(stacked, template, *rest)
 
-    monkeypatch.setattr(ortho_batch, "_orthogonaliser", orthogonaliser)
+    monkeypatch.setattr(ortho_batch, "prepare_ortho", prepare_ortho)
     large = (ProgramParam("layers.0.weight", (512, 512)),)
     run_program(Program(mesh=(1,), params=large, options={"compute_dtype": torch.float32}, steps=1))
     assert used == [polar_express()]

@@ -111,6 +111,12 @@ def test_layouts(layout: str, options: str) -> None:
     check_host_memory(replace(program, params=mixed))
 
 
+def test_counters_of_stochastic_rounding_in_both_memories() -> None:
+    """They are beside their weights: no operation of torch may count those of the host and of the device together."""
+    params = tuple(ProgramParam(f"layers.{k}.weight", (8, 6), (S0,), torch.bfloat16, in_host=k > 0) for k in range(2))
+    check_host_memory(exact(Program((2,), params, options={"ns_steps": 1, "rounding": "stochastic"})))
+
+
 @pytest.mark.parametrize("nonfinite", [{"scaled": True}, {"nonfinite_step": 1}])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_a_skipped_step(nonfinite: dict[str, Any], mixed: bool) -> None:

@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshmuon import Muon, OrthogonalizeError
-from meshmuon.device import Transfers
+from meshmuon.device import CudaTransfers, Transfers, pinned_bytes
 from meshmuon.optim import offload
+from meshmuon.optim.offload import Offload
 from meshmuon.state import param_state
+from tests.support.happens_before import fake_cuda
+from tests.support.happens_before.recorder import Recorder
 from tests.support.reference import Run, gapped, group, make_params, set_gradients
 from tests.support.tensors import assert_bits, through_disk
 
@@ -52,9 +56,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
             kept.stored.append((host, device.untyped_storage().data_ptr()))
             super().store(host, device)
 
-        def load(self, device: Tensor, host: Tensor) -> None:
+        def load(self, device: Tensor, host: Tensor, **waits: bool) -> None:
             kept.loaded.append((weakref.ref(device), StorageWeakRef(device.untyped_storage())))
-            super().load(device, host)
+            super().load(device, host, **waits)
 
     monkeypatch.setattr(offload, "transfers_for", lambda device: Recorded())
     return kept
@@ -167,21 +171,48 @@ def test_the_state_leaves_its_device_after_every_step(log: Log) -> None:
         assert all(lies_in(value, [host for host, _ in log.stored]) for value in moved(run.optimizer))
 
 
-def test_one_copy_each_way_per_dtype_and_no_new_buffers(log: Log) -> None:
+def test_few_copies_each_way_and_no_new_buffers(log: Log) -> None:
+    """One for each dtype, and another one for AdamW's state, which a step needs later."""
     run = Run(halves())
     run.optimizer.turn_on_cpu_offload()
     run.step(0)
-    dtypes = {value.dtype for value in moved(run.optimizer)}
-    assert dtypes == {torch.float32, torch.bfloat16, torch.float64}
-    assert log.buffers == len(dtypes)
+    entries = [item for entry in run.optimizer.state.values() for item in entry.items()]
+    kinds = {(value.dtype, key.startswith("exp")) for key, value in entries if key in STATE_KEYS}
+    assert kinds == {(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float64, False)}
+    assert log.buffers == len(kinds)
     hosts = None
     for step in range(1, 5):
         log.clear()
         run.step(step)
-        assert (log.buffers, len(log.stored), len(log.loaded)) == (0, len(dtypes), len(dtypes))
+        assert (log.buffers, len(log.stored), len(log.loaded)) == (0, len(kinds), len(kinds))
         now = [host.data_ptr() for host, _ in log.stored]
         assert hosts is None or hosts == now
         hosts = now
+
+
+def test_the_state_of_adamw_arrives_while_a_step_works_on_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Ordered(Transfers):
+        def load(self, device: Tensor, host: Tensor, *, waits: bool = True) -> None:
+            order.append("load" if waits else "load for later")
+            super().load(device, host, waits=waits)
+
+        def wait(self, loaded: Any) -> None:
+            order.append("wait")
+
+    def scheme(batch: Tensor) -> Tensor:
+        order.append("matrices")
+        return batch
+
+    monkeypatch.setattr(offload, "transfers_for", lambda device: Ordered())
+    run = Run(plain())
+    run.optimizer.param_groups[0]["scheme"] = scheme
+    run.optimizer.turn_on_cpu_offload()
+    for step in range(3):
+        order.clear()
+        run.step(step)
+    assert list(dict.fromkeys(order)) == ["load", "load for later", "matrices", "wait"]
 
 
 def test_state_dict_moves_nothing_in_the_steady_state(away: Run, log: Log) -> None:
@@ -231,7 +262,7 @@ def test_loading_while_offloaded(away: Run, log: Log) -> None:
     """What is loaded is put away too, and replaces what was there."""
     earlier = never(2)
     away.optimizer.load_state_dict(copy.deepcopy(earlier.optimizer.state_dict()))
-    assert log.buffers == 1
+    assert log.buffers == 2
     assert all(lies_in(value, [host for host, _ in log.stored]) for value in moved(away.optimizer))
     for param, value in zip(away.params, earlier.params, strict=True):
         param.data.copy_(value)
@@ -256,7 +287,7 @@ def test_copies_of_an_offloaded_optimizer(how: str, away: Run, log: Log) -> None
     """A copy has the state, offloads as well, and shares no storage with the original."""
     other = copy.deepcopy(away) if how == "deepcopy" else pickle.loads(pickle.dumps(away))
     other.step(3)
-    assert log.buffers == 1, "the copy does not offload"
+    assert log.buffers == 2, "the copy does not offload"
     assert_bits(away.everything(), never(3).everything())
     away.step(3)
     other.step(4)
@@ -296,6 +327,55 @@ def test_a_step_that_fails_in_the_middle_still_puts_the_state_away(log: Log) -> 
     assert_bits(offloaded.everything(), train(False).everything())
 
 
+def test_pinned_memory_is_little_more_than_the_state() -> None:
+    """torch rounds pinned buffers up to powers of two. Counted on a stand-in for a GPU, with the proportions of a Llama layer."""
+    width, wide = 192, 608
+    shapes = [(width, width)] * 4 + [(wide, width)] * 2 + [(width, wide)]
+    with fake_cuda.installed(), Recorder().recording() as recorder:
+        states: dict[Tensor, dict[str, Any]] = {}
+        for shape in shapes * 10:
+            states[recorder.on_device(torch.zeros(shape))] = {"momentum_buffer": recorder.on_device(torch.zeros(shape))}
+        needed = sum(state["momentum_buffer"].nbytes for state in states.values())
+        Offload().turn_on(states)
+        buffers = [memory.untyped_storage().nbytes() for _, memory in recorder.blocks.pinned]
+    assert sum(buffers) == needed
+    assert pinned_bytes(needed) > 1.3 * needed, "in one buffer"
+    assert sum(map(pinned_bytes, buffers)) <= 1.05 * needed
+    assert len(buffers) <= 6
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_what_the_momentum_of_llama_3_8b_pins(ranks: int) -> None:
+    layer = [4096 * 4096, 1024 * 4096, 1024 * 4096, 4096 * 4096, *[14336 * 4096] * 3]
+    sizes = [4 * size // ranks for size in layer * 32]
+    counts = CudaTransfers.__new__(CudaTransfers).portions(sizes)
+    stops = accumulate(counts)
+    pinned = sum(pinned_bytes(sum(sizes[stop - count : stop])) for count, stop in zip(counts, stops, strict=True))
+    assert pinned <= 1.0025 * sum(sizes)
+    assert len(counts) <= 12
+
+
+def test_portions_pin_the_least() -> None:
+    """Against all ways to divide a few tensors."""
+    transfers, per_copy = CudaTransfers.__new__(CudaTransfers), 1 << 18
+    generator = torch.Generator().manual_seed(0)
+    for count in range(1, 9):
+        sizes = [int(size) << 12 for size in torch.randint(0, 700, (count,), generator=generator)]
+
+        def cost(counts: Sequence[int], sizes: Sequence[int] = tuple(sizes)) -> int:
+            stops = list(accumulate(counts))
+            return sum(pinned_bytes(sum(sizes[stop - n : stop])) + per_copy for n, stop in zip(counts, stops, strict=True))
+
+        ways = [
+            [stop - start for start, stop in pairwise([0, *cuts, count])]
+            for k in range(count)
+            for cuts in combinations(range(1, count), k)
+        ]
+        counts = transfers.portions(sizes)
+        assert sum(counts) == count
+        assert cost(counts) == min(map(cost, ways))
+
+
 @pytest.mark.parametrize("what", ["load", "store", "host_buffer"])
 def test_copies_that_fail_lose_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory may run out on the way to the device or back: the error is raised, and the next step goes on."""
@@ -305,7 +385,7 @@ def test_copies_that_fail_lose_nothing(what: str, monkeypatch: pytest.MonkeyPatc
     run.step(0, without=(last,))
     run.step(1, without=(last,))
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise MemoryError(what)
 
     with monkeypatch.context() as patch:
@@ -352,7 +432,7 @@ def test_between_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         def store(self, host: Tensor, device: Tensor) -> None:
             assert (host.device.type, device.device.type, host.shape) == ("cpu", "meta", device.shape)
 
-        def load(self, device: Tensor, host: Tensor) -> None:
+        def load(self, device: Tensor, host: Tensor, **waits: bool) -> None:
             assert (host.device.type, device.device.type, host.shape) == ("cpu", "meta", device.shape)
 
     monkeypatch.setattr(offload, "transfers_for", lambda device: Between())

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from meshmuon import ConfigError, KernelWarning, Muon, NorMuon
-from meshmuon.execute import ExecutorSettings, step_param
+from meshmuon.execute import ExecutorSettings
+from meshmuon.execute import settings as executor_settings
 from meshmuon.ortho.kernels.products import BlockedProducts
 from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, set_gradients
 
@@ -115,7 +116,7 @@ def test_an_optimizer_that_was_pickled_before_there_were_kernels_to_choose(monke
     monkeypatch.setattr(ExecutorSettings, "__getstate__", lambda settings: [getattr(settings, name) for name in names])
     older: Muon = pickle.loads(pickle.dumps(optimizer))
     monkeypatch.setattr(
-        step_param, "products_for", lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else BrokenProducts()
+        executor_settings, "products_for", lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else BrokenProducts()
     )
     expected = Muon([group(params)], lr=LR, scheme="keller", nonfinite="skip", kernels="torch")
     copied = older.param_groups[0]["params"]

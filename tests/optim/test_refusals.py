@@ -35,7 +35,12 @@ def empty(dtype: torch.dtype) -> list[nn.Parameter]:
     [
         (lambda: nn.Linear(3, 3).parameters(), f"got an iterable of Parameter, such as model.parameters.*{RIGHT_CALL}"),
         (lambda: list(nn.Linear(3, 3).parameters()), f"got an iterable of Parameter.*{RIGHT_CALL}"),
-        (lambda: nn.Linear(3, 3).named_parameters(), f"got an iterable of tuple.*{RIGHT_CALL}"),
+        (lambda: [("a", matrix()), ("b", matrix(), 1)], r"is not a \(name, parameter\) pair.*Write Muon\(model, lr="),
+        (lambda: [("a", matrix()), matrix()], r"is not a \(name, parameter\) pair"),
+        (lambda: [("a", 3)], r"\('a', 3\) is not a \(name, parameter\) pair"),
+        (lambda: [(matrix(), "a")], r"is not a \(name, parameter\) pair"),
+        (lambda: [("a", matrix()), ("a", matrix())], "two parameters are called a, and all names of an optimizer must differ"),
+        (lambda: [("a", empty(torch.float32)[0])], "no trainable parameters"),
         (lambda: {"params": [matrix()], "use_muon": True}, f"must be a list of groups, got dict.*{RIGHT_CALL}"),
         (matrix, f"must be a list of groups, got Parameter.*{RIGHT_CALL}"),
         (lambda: 3, f"must be a list of groups, got int.*{RIGHT_CALL}"),

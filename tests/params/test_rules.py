@@ -11,37 +11,40 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import ConfigError, Muon, NorMuon, StateError, polar_express
+from meshmuon import ConfigError, Muon, MuonEq, NorMuon, OrthogonalizeError, StateError, polar_express
 from tests.support.bounds import moved_error, orthogonalize_error, unit
 from tests.support.reference import group, make_params, run
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 7), (7, 1)]
 LR, DECAY, MU = 0.01, 0.5, 0.9
+NANOCHAT = ["muoneq", "muon_plus", "normuon"]
 EXACT = polar_express(steps=12)  # the polar factor itself
 
 
 class Reference:
     """One matrix, stepped by hand in float64; ``rule`` names what is done beside orthogonalising."""
 
-    def __init__(self, weight: Tensor, rule: str, *, beta2: float = 0.95, cautious: bool = False, maximize: bool = False) -> None:
+    def __init__(self, weight: Tensor, rule: Any, *, beta2: float = 0.95, cautious: bool = False, maximize: bool = False) -> None:
         self.weight, self.momentum = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
         self.v = torch.zeros(weight.size(0), 1, dtype=torch.float64)
-        self.rule, self.beta2, self.cautious, self.sign = rule, beta2, cautious, -1 if maximize else 1
+        self.rules, self.beta2, self.cautious, self.sign = [rule] if isinstance(rule, str) else rule, beta2, cautious, 1
+        self.sign = -1 if maximize else 1
 
     def step(self, grad: Tensor) -> None:
         self.momentum = MU * self.momentum + grad.double()
         update = grad.double() + MU * self.momentum
-        if self.rule == "muoneq":
+        if "muoneq" in self.rules:
             norm = update.norm(dim=1, keepdim=True)
             update = update / torch.where(norm > 0, norm, torch.ones_like(norm))
         left, values, right = torch.linalg.svd(update, full_matrices=False)
         found = left[:, values > 1e-9 * values.max()] @ right[values > 1e-9 * values.max()] if values.max() > 0 else 0 * update
-        if self.rule == "normuon":
-            self.v = self.beta2 * self.v + (1 - self.beta2) * (found**2).mean(dim=1, keepdim=True)
-            even = torch.where(self.v > 0, found / self.v.sqrt(), 0 * found)
-            found = even * found.norm() / even.norm() if even.norm() > 0 else even
-        elif self.rule == "muon_plus" and found.norm() > 0:
-            found = found * min(found.shape) ** 0.5 / found.norm()
+        for rule in self.rules:
+            if rule == "normuon":
+                self.v = self.beta2 * self.v + (1 - self.beta2) * (found**2).mean(dim=1, keepdim=True)
+                even = torch.where(self.v > 0, found / self.v.sqrt(), 0 * found)
+                found = even * found.norm() / even.norm() if even.norm() > 0 else even
+            elif rule == "muon_plus" and found.norm() > 0:
+                found = found * min(found.shape) ** 0.5 / found.norm()
         applied = self.sign * LR * 0.2 * max(found.shape) ** 0.5 * found
         decay = torch.full_like(self.weight, DECAY)
         if self.cautious:
@@ -65,9 +68,9 @@ def optimizer_for(params: list[nn.Parameter], **options: Any) -> Muon:
 
 
 @pytest.mark.parametrize("cautious", [False, True])
-@pytest.mark.parametrize("rule", ["plain", "normuon", "muon_plus", "muoneq"])
+@pytest.mark.parametrize("rule", ["plain", "normuon", "muon_plus", "muoneq", NANOCHAT, NANOCHAT[:2], NANOCHAT[::2]], ids=str)
 @pytest.mark.parametrize("maximize", [False, True])
-def test_against_the_formula(rule: str, cautious: bool, maximize: bool) -> None:
+def test_against_the_formula(rule: Any, cautious: bool, maximize: bool) -> None:
     params = [nn.Parameter(draw(shape, k)) for k, shape in enumerate(SHAPES)]
     start = [param.detach().clone() for param in params]
     wanted = [Reference(param.detach(), rule, cautious=cautious, maximize=maximize) for param in params]
@@ -80,15 +83,15 @@ def test_against_the_formula(rule: str, cautious: bool, maximize: bool) -> None:
     for param, one in zip(params, wanted, strict=True):
         bound = moved_bound(start.pop(0), one.weight, 5)
         torch.testing.assert_close(param.detach(), one.weight, rtol=0, atol=bound)
-        if rule == "normuon":  # means of squares of a row of the update, each below 1
+        if "normuon" in rule:  # means of squares of a row of the update, each below 1
             bound = 10 * orthogonalize_error(param.grad if param.grad is not None else draw(tuple(param.shape), 1), EXACT)
             torch.testing.assert_close(optimizer.state[param]["rule_memory"], one.v, rtol=0, atol=bound)
         else:
             assert "rule_memory" not in optimizer.state[param]
 
 
-@pytest.mark.parametrize("rule", ["normuon", "muon_plus", "muoneq"])
-def test_experts_filters_and_parts_are_matrices_of_their_own(rule: str) -> None:
+@pytest.mark.parametrize("rule", ["normuon", "muon_plus", "muoneq", NANOCHAT], ids=str)
+def test_experts_filters_and_parts_are_matrices_of_their_own(rule: Any) -> None:
     """Flipped experts are the transposed ones; filters and parts of fused weights are separate matrices."""
     experts = draw((3, 4, 6), 1)
     flipped, upright = nn.Parameter(experts.mT.contiguous()), nn.Parameter(experts.clone())
@@ -123,14 +126,14 @@ def test_experts_filters_and_parts_are_matrices_of_their_own(rule: str) -> None:
     torch.testing.assert_close(flipped.detach().mT, upright.detach(), rtol=0, atol=moved_bound(experts, upright.detach(), 3))
     assert torch.equal(filters.detach().flatten(1), flat.detach())
     assert torch.equal(fused.detach(), torch.cat([part.detach() for part in parts]))
-    if rule == "normuon":
+    if "normuon" in rule:
         shapes = [tuple(optimizer.state[p]["rule_memory"].shape) for p in (flipped, upright, filters, fused)]
         assert shapes == [(3, 1, 4), (3, 4, 1), (5, 1, 1, 1), (10, 1)]
 
 
-@pytest.mark.parametrize("rule", ["normuon", "muon_plus", "muoneq"])
+@pytest.mark.parametrize("rule", ["normuon", "muon_plus", "muoneq", NANOCHAT], ids=str)
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
-def test_zero_tiny_and_huge_gradients(rule: str, scale: float) -> None:
+def test_zero_tiny_and_huge_gradients(rule: Any, scale: float) -> None:
     """Also a matrix with one row of zeros."""
     param, usual = nn.Parameter(draw((4, 6), 0).float()), nn.Parameter(draw((4, 6), 0).float())
     optimizer, other = optimizer_for([param], rule=rule, weight_decay=0.0), optimizer_for([usual], rule=rule, weight_decay=0.0)
@@ -247,3 +250,108 @@ def test_deterministic_gives_a_rule_one_matrix_at_a_time(deterministic: bool, si
     params = make_params((8, 12), (8, 12), (8, 12))
     run(Muon([group(params)], lr=LR, rule=rule, deterministic=deterministic), params, range(1))
     assert rule.seen[0] == sizes
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x ← factor·x + offset, before and after, by which the order of two shows."""
+
+    factor: float
+    offset: float
+    keeps: bool = False
+
+    def remembers(self) -> bool:
+        return self.keeps
+
+    def before(self, momentum: Tensor) -> None:
+        momentum.mul_(self.factor).add_(self.offset)
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None:
+        assert (memory is not None) == self.keeps
+        if memory is not None:
+            memory.add_(1.0)
+        update.mul_(self.factor).add_(self.offset)
+        if self.factor < 0:
+            raise RuntimeError("a negative factor")
+
+
+def stepped(rule: Any, steps: int = 1) -> tuple[nn.Parameter, Muon]:
+    param = nn.Parameter(draw((6, 4), 0))
+    optimizer = optimizer_for([param], rule=rule, weight_decay=0.0)
+    for step in range(steps):
+        param.grad = draw((6, 4), 1 + step)
+        optimizer.step()
+    return param, optimizer
+
+
+def test_a_list_of_rules_is_applied_in_its_order() -> None:
+    """Both before and after: first doubled and then moved is not first moved and then doubled. Each sees its own memory only."""
+    double, move = Linear(2.0, 0.0), Linear(1.0, 1.0, keeps=True)
+    together, optimizer = stepped([double, move])
+    assert torch.equal(together, stepped(Linear(2.0, 1.0))[0])
+    assert torch.equal(stepped([move, double])[0], stepped(Linear(2.0, 2.0))[0])
+    assert not torch.equal(together, stepped([move, double])[0])
+    assert torch.equal(optimizer.state[together]["rule_memory"], torch.ones(6, 1, dtype=torch.float64))
+    assert torch.equal(stepped(["normuon"], 3)[0], stepped("normuon", 3)[0])
+    assert str(optimizer.routing_table()).endswith("note: group 0 has the rules Linear, Linear, in this order.")
+    assert "MuonEq(), MuonPlus(), NorMuon(beta2=0.95)" in stepped(NANOCHAT)[1].plan().params[0].how
+
+
+def test_a_failing_rule_of_a_list_leaves_weights_and_memory() -> None:
+    param, optimizer = stepped(["muoneq", NorMuon()])
+    before = [param.detach().clone(), *(value.clone() for value in optimizer.state[param].values())]
+    optimizer.param_groups[0]["rule"] = [MuonEq(), "normuon", Linear(-1.0, 0.0)]
+    param.grad = draw((6, 4), 5)
+    with pytest.raises(OrthogonalizeError, match="a negative factor"):
+        optimizer.step()
+    assert all(map(torch.equal, [param.detach(), *optimizer.state[param].values()], before))
+
+
+def test_states_of_lists_and_older_ones_load() -> None:
+    """What was saved with NorMuon alone goes on under a list with it, which reads the same memory."""
+    param, optimizer = stepped(NANOCHAT, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["param_groups"][0]["rule"] == tuple(NANOCHAT)  # plain data, which every way of saving keeps
+    twin = nn.Parameter(param.detach().clone())
+    loaded = optimizer_for([twin], rule=NANOCHAT, weight_decay=0.0)
+    loaded.load_state_dict(saved)
+    saved["param_groups"][0]["rule"] = list(NANOCHAT)  # as JSON would have it
+    loaded.load_state_dict(saved)
+    for one, opt in ((param, optimizer), (twin, loaded)):
+        one.grad = draw((6, 4), 9)
+        opt.step()
+    assert torch.equal(param, twin)
+    alone, older = stepped("normuon", 2)
+    with pytest.warns(UserWarning, match="saved with rule='normuon'.*built with"):
+        loaded.load_state_dict(older.state_dict())
+    assert loaded.param_groups[0]["rule"] == "normuon"
+    assert torch.equal(loaded.state[twin]["rule_memory"], older.state[alone]["rule_memory"])
+    loaded.param_groups[0]["rule"] = NANOCHAT
+    twin.grad = draw((6, 4), 9)
+    loaded.step()
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ([], 'names no rule: write rule="plain"'),
+        (["plain", "normuon"], 'a list holds rules other than "plain", and no lists'),
+        ([["muoneq"], "normuon"], "and no lists"),
+        (["muoneq", "muon"], "rule='muon' is unknown"),
+        (["muoneq", 3], "rule=3 must be one of"),
+        (["muoneq", NorMuon], "must be one of"),
+        ([NorMuon(0.9), "muoneq", "normuon"], "NorMuon and NorMuon keep numbers between steps; a list has room for one"),
+        ({"muoneq"}, "must be one of"),
+    ],
+)
+def test_wrong_lists_are_refused(rule: Any, message: str) -> None:
+    """In the constructor, in a group, and when a group is changed by hand."""
+    param = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(ConfigError, match=message):
+        optimizer_for([param], rule=rule)
+    with pytest.raises(ConfigError, match=message):
+        Muon([group([param], rule=rule)])
+    optimizer = optimizer_for([param])
+    optimizer.param_groups[0]["rule"], param.grad = rule, torch.ones(3, 3)
+    with pytest.raises(ConfigError, match=message):
+        optimizer.step()

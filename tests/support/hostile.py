@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshmuon.execute.elementwise import adds_alike
+from meshmuon.execute.elementwise import adds_uniformly
 from meshmuon.optim.adamw import vector_length
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::baddbmm_")
@@ -92,12 +92,12 @@ class HostileArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def fresh_trials() -> Iterator[None]:
     """Forgets what meshmuon has found out about the machine by trial, on entry and on exit."""
-    for trial in (adds_alike, vector_length):
+    for trial in (adds_uniformly, vector_length):
         trial.cache_clear()
     try:
         yield
     finally:
-        for trial in (adds_alike, vector_length):
+        for trial in (adds_uniformly, vector_length):
             trial.cache_clear()
 
 

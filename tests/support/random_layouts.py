@@ -109,7 +109,7 @@ OPTIONS = st.fixed_dictionaries(
         "scheme": st.sampled_from(["keller", "polar_express", "zolotarev", "hybrid", "halley"]),
         "momentum_dtype": st.sampled_from([None, None, None, torch.float32, torch.bfloat16, torch.float64]),
         "none_grad": st.booleans(),
-        "rule": st.sampled_from(["plain", "plain", "normuon", "muon_plus", "muoneq"]),
+        "rule": st.sampled_from(["plain", "plain", "normuon", "muon_plus", "muoneq", ("muoneq", "normuon", "muon_plus")]),
         "adjust_lr_fn": st.sampled_from(["match_rms_adamw", "spectral"]),
         "cautious_weight_decay": st.booleans(),
         "weight_decay": st.sampled_from([0.1, 0.5]),

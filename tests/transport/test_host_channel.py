@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -604,6 +604,26 @@ def _fork_holds_no_connection() -> None:
     own: set[str] = set()
     assert run_channels(2, main) == [(0, (1,)), (-1, (1,))]
     assert len(own) == 4
+
+
+def test_threads_take_short_turns_while_a_vote_sends_and_receives() -> None:
+    """Sockets give up the interpreter lock: a thread that computes would keep it for the usual interval."""
+    seen: list[float] = []
+
+    def rounds() -> Generator[list[Any], None, str]:
+        for _ in range(2):
+            seen.append(sys.getswitchinterval())
+            yield [None]
+        return "done"
+
+    usual = sys.getswitchinterval()
+    pending = PendingRounds(rounds(), SECONDS)
+    assert sys.getswitchinterval() == usual
+    assert not pending.advance()
+    assert pending.advance()
+    assert pending.wait() == "done"
+    assert seen == [pytest.approx(host_channel._SWITCH_SECONDS)] * 2
+    assert sys.getswitchinterval() == usual
 
 
 def test_a_fork_during_a_wait_has_the_usual_switch_interval() -> None:

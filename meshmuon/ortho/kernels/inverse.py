@@ -139,7 +139,7 @@ class ShiftedInverses:
             yield partial(torch.addmm, out, w22[start:stop, :stop], a21[:stop], alpha=-1.0, beta=0.0, out=out)
 
     def _factor_leaf(self, block: Tensor, inverse: Tensor) -> None:
-        factor = self._leaf.mT.copy_(block)  # in LAPACK's order, so that it makes no copy of its own
+        factor = self._leaf.mT.copy_(block)  # in LAPACK's order, so that LAPACK makes no copy
         torch.linalg.cholesky_ex(factor, out=(factor, self._info))
         torch.linalg.solve_triangular(factor, self._identity, upper=False, out=self._leaf_inverse)
         inverse.copy_(self._leaf_inverse)

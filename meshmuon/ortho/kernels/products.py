@@ -1,4 +1,4 @@
-"""The products and inverses that the iteration needs, and who computes them where.
+"""The products and inverses of the iteration, and their implementations for each kind of device.
 
 ``symmetric`` knows that its result is symmetric (X·Xᵀ, or products of functions of one symmetric matrix, which commute) and
 computes one triangle. ``general`` is an ordinary product. ``inverses`` is the factor of a rational step. All take (batch, rows,
@@ -32,18 +32,18 @@ _LARGEST_SHORT_SIDE = 256  # up to which cuBLAS beats the Triton kernel: there a
 _SMALLEST_LONG_SPLIT = 192  # where the inner size is at least twice the rows: starting a panel then costs less than it saves
 
 Prepared: TypeAlias = Callable[[], ShiftedInverses]
-"""Gives what inverts one Gram matrix in buffers that were made before; only CPUs ask for it."""
+"""Returns what inverts one Gram matrix in preallocated buffers; only CPUs call it."""
 
 
 NORM_PARTS = 64
-"""Parts of a matrix whose sums of squares a kernel of ``normalise`` finds side by side; each needs memory for two numbers."""
+"""Segments of a matrix whose sums of squares a kernel of ``normalise`` computes in parallel; each needs two numbers."""
 
 Take: TypeAlias = Callable[[str, int, torch.dtype], Tensor]
-"""Gives flat memory for a name, a number of elements and a dtype."""
+"""Returns flat memory for a name, a number of elements and a dtype."""
 
 
 class Products(Protocol):
-    """What an implementation, a subclass, offers. The result is returned and may or may not live in ``out``."""
+    """The interface of an implementation. The result is returned and may or may not be in ``out``."""
 
     def symmetric(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
@@ -243,7 +243,7 @@ class QuackProducts(BlockedProducts):
         operands = [a, b, out] if addend is None else [a, b, out, addend]
         if not a.numel() or not all(_quack_takes(operand) for operand in operands):
             return self._otherwise.symmetric(a, b, out, addend, alpha=alpha, beta=beta)
-        # It compiles anew for an int, and takes the second operand as (batch, k, n).
+        # It recompiles for an int, and takes the second operand as (batch, k, n).
         _quack()(a, b.mT, C=addend, out=out, alpha=float(alpha), beta=float(beta))
         return out
 

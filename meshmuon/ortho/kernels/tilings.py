@@ -78,7 +78,7 @@ def default_tiling(dtype: torch.dtype, n: int) -> Tiling:
 
 @dataclass(frozen=True, slots=True)
 class ProductKind:
-    """What a choice of tiles depends on. Not on the size of the batch: the first one decides."""
+    """Everything that the choice of tiles depends on. It does not depend on the size of the batch: the first one decides."""
 
     device: str  # its name
     dtype: torch.dtype

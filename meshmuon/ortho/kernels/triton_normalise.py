@@ -1,7 +1,7 @@
 """Divides each matrix of a batch by its Frobenius norm in two launches, as Triton kernels.
 
-The first kernel cuts a matrix into parts and finds, of each part, the largest magnitude and the sum of squares relative to it: no
-square overflows or underflows. Every program of the second kernel combines the parts of its matrix and divides its tile.
+The first kernel cuts a matrix into segments and finds, for each, the largest magnitude and the sum of squares relative to it: no
+square overflows or underflows. Every program of the second kernel combines the segments of its matrix and divides its tile.
 
 Not yet run on a GPU: the tests run the kernels in Triton's interpreter and compile them for sm_80 to sm_120.
 """
@@ -21,7 +21,7 @@ TILE = 2048
 """Elements that a program handles at a time."""
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-"""What is divided by is never smaller: 0 stays 0, and entries that are smaller are relative to it."""
+"""Lower bound of the divisor: 0 stays 0, and smaller entries are relative to it."""
 
 
 @jit

@@ -194,7 +194,7 @@ def symmetric_product(
             out,
             n,
             k,
-            float(alpha),  # the kernel would be compiled anew for an int
+            float(alpha),  # an int would recompile the kernel
             float(beta),
             float(diagonal) if diagonal else None,
             *a.stride(),

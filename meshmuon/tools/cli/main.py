@@ -96,6 +96,13 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", type=_names, default=(), metavar="NAMES", help="all but these checks")
     parser.add_argument("--list", action="store_true", help="list the checks and end")
     parser.add_argument("--quick", action="store_true", help="fewer steps and smaller measurements")
+    parser.add_argument(
+        "--shapes",
+        type=_shapes,
+        default=(),
+        metavar="SHAPES",
+        help="matrices to measure as well, such as 256x128,64x512",
+    )
     limit = _within(1.0, 86400.0, "no number of seconds between 1 and 86400")
     parser.add_argument("--limit", type=limit, default=60.0, metavar="SECONDS", help="most seconds of a check (default: 60)")
     parser.add_argument("--json", dest="json_file", type=Path, metavar="FILE", help="write the whole report as JSON")
@@ -146,6 +153,16 @@ def _names(text: str) -> tuple[str, ...]:
     if not names:
         raise argparse.ArgumentTypeError("it names no check; --list shows them")
     return names
+
+
+def _shapes(text: str) -> tuple[tuple[int, int], ...]:
+    try:
+        shapes = [tuple(map(int, shape.lower().replace("×", "x").split("x"))) for shape in text.split(",")]
+    except ValueError:
+        shapes = []
+    if not shapes or not all(len(shape) == 2 and min(shape) > 0 for shape in shapes):
+        raise argparse.ArgumentTypeError(f"{text!r} must be rows and columns of matrices, such as 256x128,64x512")
+    return tuple((rows, cols) for rows, cols in shapes)
 
 
 def _within(low: float, high: float, wrong: str) -> Callable[[str], float]:

@@ -95,6 +95,7 @@ class DoctorOptions:
     only: tuple[str, ...] = ()  # names of checks; empty for all
     skip: tuple[str, ...] = ()
     quick: bool = False  # fewer steps and shorter measurements
+    shapes: tuple[tuple[int, int], ...] = ()  # of matrices whose rates are measured beside those of square ones
     limit: float = 60.0  # seconds that a check may take
     folder: Path | None = None  # which all ranks see, for checkpoints
     device: str | None = None  # type of device; by default the accelerator, if there is one

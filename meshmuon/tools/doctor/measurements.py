@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,8 @@ from .exchanges import exchange_with, partner, turns, world_exchange
 from .numerics import seeded
 
 _LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere 8192
-_BATCH = 4  # matrices that are orthogonalised together, as steps do it where they have several of a shape
-_ELEMENTS = 2**20  # of the tensors of elementwise work
-_LONG_WORK = {"products": 0.025, "orthogonalisation": 0.4}  # seconds: nothing larger is measured
+_BATCH = 16  # matrices that are orthogonalised together, as steps do it where they have several of a shape; fewer large ones
+_ELEMENTS = 2**20  # of the tensors of elementwise work, and of batches
 _MOST_TURNS = 32  # in which pairs are measured: with many ranks a sample of the pairs
 _PAIR_BYTES = 4 * 2**20
 _EXCHANGE_BYTES = 8 * 2**20  # per rank, over all its peers
@@ -45,6 +44,7 @@ _SLOW_PAIR = 4.0  # times as long as the median: worth a remark, as the next one
 _SLOW_RANK = 0.7  # of the median rate
 _SLOW_BFLOAT16 = {"cpu": 0.25}  # of float32's rate; elsewhere 1.5
 _AS_PREDICTED = 0.6, 1.7  # of the predicted time
+_RateKey: TypeAlias = tuple[str, int] | tuple[str, int, int]  # dtype and size or, if not square, sides
 
 
 def _seconds(context: Context, work: Callable[[], object], repeats: int, at_least: float = math.inf) -> list[float]:
@@ -61,6 +61,12 @@ def _seconds(context: Context, work: Callable[[], object], repeats: int, at_leas
 
 def _median_seconds(context: Context, work: Callable[[], object], repeats: int, at_least: float = math.inf) -> float:
     return statistics.median(_seconds(context, work, repeats, at_least))
+
+
+def _usual_seconds(context: Context, work: Callable[[], object]) -> float:
+    """Of a call among many. Where ranks share cores, most short calls are not interrupted, and a step is: the mean has that."""
+    times = _seconds(context, work, 1000, at_least=0.1)
+    return statistics.fmean(times) if context.device.type == "cpu" else statistics.median(times)
 
 
 def _by_rank(figures: dict[str, Any]) -> list[dict[str, Any]]:
@@ -86,30 +92,64 @@ def measure_rates(context: Context) -> Finding:
     on_cpu, compute = context.device.type == "cpu", default_compute_dtype(context.device, torch.float32)
     dtypes = [torch.float32, *([] if on_cpu else [torch.float16]), *([torch.bfloat16] if not on_cpu or bfloat16_works() else [])]
     figures = {
-        "products": {key: rate for dtype in dtypes for key, rate in _rates(context, "products", dtype).items()},
-        "orthogonalisation": _rates(context, "orthogonalisation", compute),
+        "products": {key: rate for dtype in dtypes for key, rate in _product_rates(context, dtype).items()},
+        **_orthogonalisation_rates(context, compute),
         "elementwise": _elementwise(context),
     }
     return summarise_rates(context, _by_rank(figures))
 
 
-def _rates(context: Context, title: str, dtype: torch.dtype) -> dict[tuple[str, int], float]:
-    """FLOPs per second by dtype and size, for sizes that double, until one takes long."""
-    rates: dict[tuple[str, int], float] = {}
-    device, largest = context.device, _LARGEST_SIZE.get(context.device.type, 8192) // (4 if context.options.quick else 1)
-    size, seconds = 128, 0.0
-    while size <= largest and seconds <= _LONG_WORK[title]:
-        with context.doing(f"measuring {title} of {size}×{size} in {dtype}"):
-            if title == "products":
-                a, flops = seeded((size, size), size).to(device, dtype), 2.0 * size**3
-                work = partial(torch.mm, a, a, out=torch.empty_like(a))
-            else:
-                a, flops = seeded((_BATCH, size, size), size).to(device), expected_flops(size, size, AUTO, "auto", dtype, device)
-                work, flops = partial(orthogonalize, a, AUTO, out=torch.empty_like(a), workspace=Workspace()), _BATCH * flops
-            seconds = _median_seconds(context, work, 1000, at_least=0.1)
-        rates[str(dtype).removeprefix("torch."), size] = flops / seconds
-        size *= 2
+def _product_rates(context: Context, dtype: torch.dtype) -> dict[_RateKey, float]:
+    """FLOPs per second by dtype and size."""
+    rates: dict[_RateKey, float] = {}
+
+    def measure(size: int) -> float:
+        with context.doing(f"measuring products of {size}×{size} in {dtype}"):
+            a = seeded((size, size), size).to(context.device, dtype)
+            seconds = _usual_seconds(context, partial(torch.mm, a, a, out=torch.empty_like(a)))
+        rates[_name(dtype), size] = 2.0 * size**3 / seconds
+        return seconds
+
+    _measure_sizes(context, measure, longest=0.025)
     return rates
+
+
+def _orthogonalisation_rates(context: Context, dtype: torch.dtype) -> dict[str, dict[_RateKey, float]]:
+    """FLOPs per second of a further matrix of a batch and of a single one, by dtype and size or, if not square, sides."""
+    of_further, alone = dict[_RateKey, float](), dict[_RateKey, float]()
+
+    def measure(*sides: int) -> float:
+        size, length = sides[0], sides[-1]
+        flops = expected_flops(size, length, AUTO, "auto", dtype, context.device)
+        count = max(2, min(_BATCH, _ELEMENTS // (size * length)))
+        with context.doing(f"measuring orthogonalisation of {size}×{length} in {dtype}"):
+            single, batch = (_orthogonalisation_seconds(context, number, size, length) for number in (1, count))
+        key: _RateKey = (_name(dtype), size) if size == length else (_name(dtype), size, length)
+        alone[key] = flops / single
+        # Where launches take all of the time, a batch takes as long as a matrix: no rate is above twice that of the batch.
+        of_further[key] = flops / max((batch - single) / (count - 1), batch / count / 2)
+        return batch
+
+    for sides in sorted({tuple(sorted(shape)) for shape in context.options.shapes}):
+        measure(*sides)
+    _measure_sizes(context, measure, longest=0.4)
+    return {"orthogonalisation": of_further, "alone": alone}
+
+
+def _orthogonalisation_seconds(context: Context, *shape: int) -> float:
+    batch = seeded(shape, shape[-2]).to(context.device)
+    return _usual_seconds(context, partial(orthogonalize, batch, AUTO, out=torch.empty_like(batch), workspace=Workspace()))
+
+
+def _measure_sizes(context: Context, measure: Callable[[int], float], *, longest: float) -> None:
+    """Of square matrices, for sizes that double, until one takes longer than ``longest`` seconds."""
+    size, largest = 128, _LARGEST_SIZE.get(context.device.type, 8192) // (4 if context.options.quick else 1)
+    while size <= largest and measure(size) <= longest:
+        size *= 2
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _elementwise(context: Context) -> dict[str, float]:
@@ -123,15 +163,16 @@ def _elementwise(context: Context) -> dict[str, float]:
             "copy": partial(update.copy_, grad),
             "adamw": torch.optim.AdamW([weight], lr=0.0, fused=True).step,
         }
-        return {kind: max(1e-15, _median_seconds(context, run, 20, at_least=0.1) / _ELEMENTS) for kind, run in work.items()}
+        return {kind: max(1e-15, _usual_seconds(context, run) / _ELEMENTS) for kind, run in work.items()}
 
 
 def summarise_rates(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> Finding:
     """Medians over the ranks, and the slowest rank."""
     figures, texts = medians(by_rank), dict[str, list[str]]()
     for kind in ("products", "orthogonalisation"):
-        for (dtype, size), rate in figures[kind].items():
-            texts.setdefault(f"{dtype} products" if kind == "products" else kind, []).append(f"{_giga(rate)} at {size}")
+        for (dtype, *sides), rate in figures[kind].items():
+            text = f"{_giga(rate)} at {'×'.join(map(str, sides))}"
+            texts.setdefault(f"{dtype} products" if kind == "products" else kind, []).append(text)
     lines = [f"{work} {', '.join(rates)}" for work, rates in texts.items()]
     lines[-1] += " GFLOP/s"
     largest = [list(of_rank["orthogonalisation"].values())[-1] for of_rank in by_rank]
@@ -141,8 +182,9 @@ def summarise_rates(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> F
         if share < _SLOW_RANK:
             lines[-1] += ", look at its clock, its temperature and what else runs there"
     lines += remark_on_bfloat16(context.device.type, figures["products"])
-    for kind in ("products", "orthogonalisation"):
-        figures[kind] = [asdict(Rate(dtype, size, rate)) for (dtype, size), rate in figures[kind].items()]
+    for kind in ("products", "orthogonalisation", "alone"):
+        rates = figures[kind].items()
+        figures[kind] = [asdict(Rate(dtype, size, rate, length[0] if length else None)) for (dtype, size, *length), rate in rates]
     figures |= {"slowest_rank": largest.index(min(largest)), "slowest_share": share}
     context.figures["rates"] = figures
     return Finding("; ".join(lines), figures=figures)
@@ -194,7 +236,7 @@ def measure_links(context: Context) -> Finding:
         count = _EXCHANGE_BYTES // 4 // (world - 1)
         latency = exchange_seconds(1, 2 * _REPEATS)
         began, cpu = time.perf_counter(), time.process_time()
-        seconds = exchange_seconds(count, 5)
+        seconds = exchange_seconds(count, 2 * _REPEATS)
         cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
     link = LinkRate(4 * count * (world - 1) / seconds, latency)
     return summarise_links(context, _by_rank({"pairs": pairs, "exchange": asdict(link), "exchange_cpu_share": cpu_share}))
@@ -253,14 +295,19 @@ def _step_times(context: Context, count: int, size: int, *, repeats: int) -> tup
 
 
 def measure_host(context: Context) -> Finding:
-    """Steps on few and on many tiny matrices: the difference is the host's time per matrix. The fastest ones count."""
+    """Steps on few and on many tiny matrices: the difference is the host's time per matrix.
+
+    The fastest steps count or, on CPU, where a step shares the cores with all of its work, the usual ones.
+    """
     few, many, on_cpu = 8, 72, context.device.type == "cpu"
     with context.doing("measuring steps on tiny matrices"):
-        measured = {count: _step_times(context, count, 8, repeats=10) for count in (few, many)}
-    times = {count: min(seconds) for count, (seconds, _) in measured.items()}
+        measured = {count: _step_times(context, count, 8, repeats=2 * _REPEATS) for count in (few, many)}
+    times = {count: statistics.median(seconds) if on_cpu else min(seconds) for count, (seconds, _) in measured.items()}
     per_matrix = max(1e-7, (times[many] - times[few]) / (many - few))
     issued, per_launch = few * per_matrix, None
-    if not on_cpu:
+    if on_cpu:
+        issued += _orthogonalisation_seconds(context, 1, 8, 8)  # in predictions, the first of a batch has this time
+    else:
         per_launch = seconds_per_launch(context)
         issued = per_launch * max(launches.total for launches in launches_of(measured[few][1].plan()).values())
     figures = {
@@ -332,8 +379,8 @@ def measure_step(context: Context) -> Finding:
     if calibration is None:
         return Finding(f"{text}; without the other measurements there is no prediction", figures=figures)
     predicted = predict(optimizer.plan(), calibration)
-    figures |= {"predicted_seconds": predicted.seconds, "prediction": predicted.parts}
-    parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted.parts.items())
+    figures |= {"predicted_seconds": predicted.seconds, "prediction": predicted.seconds_by_kind}
+    parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted.seconds_by_kind.items())
     text += f"; predicted {1e3 * predicted.seconds:.1f} ms ({parts}): {seconds / predicted.seconds:.2f} of it"
     return Finding(text + remark_on_prediction(seconds / predicted.seconds), figures=figures)
 
@@ -349,6 +396,16 @@ def remark_on_prediction(ratio: float) -> str:
         else "something else slowed the step, or ranks share a device, a core or a link"
     )
     return f". It should be near 1: {reason}. Run it again on an idle machine, with --only rates,links,host,step"
+
+
+def calibrate(context: Context) -> Calibration:
+    """Measures all that predictions need, on every rank at the same time; the process group exists."""
+    for measure in (measure_rates, measure_host, *([measure_links] if context.world > 1 else [])):
+        dist.barrier()
+        measure(context)
+    calibration = calibration_of(context)
+    assert calibration is not None
+    return calibration
 
 
 def calibration_of(context: Context) -> Calibration | None:
@@ -368,9 +425,10 @@ def calibration_of(context: Context) -> Calibration | None:
         device_name=hardware_of(context.device).name(context.device),
         ranks=context.world,
         ranks_per_node=max(Counter(context.nodes).values()),
-        compute_dtype=str(default_compute_dtype(context.device, torch.float32)).removeprefix("torch."),
+        compute_dtype=_name(default_compute_dtype(context.device, torch.float32)),
         products=tuple(Rate(**rate) for rate in rates["products"]),
         orthogonalisation=tuple(Rate(**rate) for rate in rates["orthogonalisation"]),
+        alone=tuple(Rate(**rate) for rate in rates["alone"]),
         inside=link(links.get("inside")),
         between=link(links.get("between")),
         exchange=exchange,

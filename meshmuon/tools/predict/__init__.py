@@ -1,1 +1,1 @@
-"""How long a step with a plan takes, on machines that were measured or described."""
+"""Predicted time of a step, on measured or described machines."""

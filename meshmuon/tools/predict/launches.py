@@ -1,7 +1,7 @@
-"""How many kernels a rank launches in a step, from a plan alone: what the host of a GPU spends its time on.
+"""Kernel launches per rank and step, from a plan alone. Launching takes the host of a GPU most of its time.
 
 The counts are those of ``kernels="auto"`` on a GPU, and equal what the step executes launch by launch: a test compares them on
-every rank with a recording stand-in for a GPU. A change of the executor that adds launches changes this module too.
+every rank with a recording stand-in for a GPU. Whoever adds launches to the executor changes this module too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBER = r"[-+.e\d]+"
 _QUINTIC = re.compile(rf"\(({_NUMBER}) ({_NUMBER}) ({_NUMBER})\)")
 _OF_RULES = {"NorMuon(": 20, "MuonPlus(": 9, "MuonEq(": 11}  # launches per batch
 _TENSORS_PER_LAUNCH = {1: 110, 2: 64, 4: 36}  # of torch's operations on lists, by the number of lists
-_ELEMENTS_PER_LAUNCH = 320 * 65536  # likewise: of its blocks
+_ELEMENTS_PER_LAUNCH = 320 * 65536  # the same limit, of its blocks
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Launches:
     products: int = 0  # of the orthogonalisation, with the norms before and the copy after
     rules: int = 0  # by update rules, with the copies of their state
     adamw: int = 0
-    batches: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (matrices, rows, cols) of each → how many
+    batches: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (matrices, rows, cols) → number of batches
 
     @property
     def total(self) -> int:
@@ -44,7 +44,7 @@ class Launches:
 
     @property
     def matrices(self) -> int:
-        """That the rank orthogonalises."""
+        """Number of matrices that the rank orthogonalises."""
         return sum(size * times for (size, _, _), times in self.batches.items())
 
     def add(self, other: Launches) -> None:
@@ -54,7 +54,7 @@ class Launches:
 
 
 class PartKind(NamedTuple):
-    """What a plan does not say of a parameter."""
+    """Properties of a parameter that are not in a plan."""
 
     group: Hashable = None  # its param group, and its dtypes where those of a group differ
     flipped: bool = False  # rows are inputs
@@ -70,9 +70,8 @@ def launches_of(
 ) -> dict[int, Launches]:
     """Rank → what it launches in a step of ``Muon`` or, with ``averages``, of ``DistMuon``; without AdamW.
 
-    ``kinds`` says what the plan does not, parameter by parameter; without it, all are in one param group. ``counters`` is how
-    many parameters are rounded stochastically, ``batch_budget`` the bytes of scratch of a batch if they differ from the plan's
-    budget.
+    ``kinds`` has an entry for each part of the plan; without it, all are in one param group. ``counters`` is the number of
+    stochastically rounded parameters, ``batch_budget`` the scratch bytes of a batch if they differ from the plan's budget.
     """
     budget = batch_budget or plan.options.budget
     return _Counter(plan, kinds or [PartKind()] * len(plan.params), budget, averages=averages).count(counters)
@@ -97,7 +96,7 @@ class _Part:
         self.update_dtype = torch.float64 if "torch.float64" in str(planned.lane).rpartition(",")[2] else torch.float32
         self.scheme = _scheme(planned.how)
         self.staged = planned.staged
-        self.rule = next((count for name, count in _OF_RULES.items() if name in planned.how), 0)
+        self.rule = sum(count * planned.how.count(name) for name, count in _OF_RULES.items())
         self.remembers = "NorMuon(" in planned.how
         flipped = kind.flipped and self.rule > 0  # rules see outputs × inputs
         self.treatment = planned.how, planned.staged, self.update_dtype, self.compute_dtype, flipped
@@ -179,7 +178,7 @@ class _Counter:
         return {rank: [self._plan.tasks[index] for index in sorted(indices)] for rank, indices in of_rank.items()}
 
     def _batches(self, tasks: Sequence[Task], *, local: bool) -> Launches:
-        """What one rank launches for matrices that it has whole, or whose pieces it gathers in one wave."""
+        """Launches of one rank for its local matrices, or for those that it gathers in one wave."""
         matrices = tuple((id(self._parts[task.param]), self._keys[task.param, task.matrix]) for task in tasks)
         if (matrices, local) not in self._seen:
             self._seen[matrices, local] = self._new_batches(tasks, local=local)
@@ -210,7 +209,7 @@ class _Counter:
         return any(self._parts[task.param].remembers for task in tasks)
 
     def _add_waves(self, total: dict[int, Launches]) -> None:
-        """The exchanges of each wave, and what its holders do: momentum before, the weights after."""
+        """Exchanges of each wave, and launches of its holders: momentum before, weights after."""
         plan = self._plan
         # Wave → number of a matrix → the lists that its pieces are in, and the replica of its owner.
         lists: list[dict[int, set[tuple[Hashable, Hashable, int]]]] = [{} for _ in plan.wave_lanes]
@@ -241,7 +240,7 @@ class _Counter:
                 launches.exchanges += sum(map(len, hops))
 
     def _add_rule_state(self, total: dict[int, Launches], owners: set[int]) -> None:
-        """The exchange of what rules remember: to the owners before the first wave, and back after the last."""
+        """The exchange of rule state: to the owners before the first wave, and back after the last."""
         if self._averages or not owners:
             return
         holders = {

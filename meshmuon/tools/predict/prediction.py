@@ -1,4 +1,4 @@
-"""How long a step with a plan takes, with the launches of its host."""
+"""Predicted time of a step, with the launches of its host."""
 
 from __future__ import annotations
 

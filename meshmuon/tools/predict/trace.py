@@ -17,7 +17,7 @@ _TRACKS = ("device", "links")
 
 
 def trace_events(ranks: Sequence[int], phases: Sequence[Phase]) -> Iterator[dict[str, object]]:
-    """What each of ``ranks`` does, without what takes no time; times are in microseconds. Waiting is not an event, but a gap."""
+    """The spans of each of ``ranks`` without empty ones, in microseconds. Waiting is not an event, but a gap."""
     for at, rank in enumerate(ranks):
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}

@@ -126,14 +126,14 @@ def _waiting(simulation: Simulation) -> Iterator[str]:
     timeline = simulation.slowest.timeline
     if simulation.share < _LARGE_SHARE:
         return
-    text, others = f"The optimizer takes {simulation.share:.0%} of a training step", timeline.parts.get("others", 0.0)
+    text, others = f"The optimizer takes {simulation.share:.0%} of a training step", timeline.seconds_by_kind.get("others", 0.0)
     if timeline.waited_for > 0.5 * timeline.seconds:
         wire = {param.itemsize for param in simulation.slowest.plan.params}
         fix = "comm_dtype=torch.bfloat16 halves what is sent" if max(wire, default=2) > 2 else "larger batches make it rarer"
         yield f"{text}, {seconds_text(timeline.waited_for)} of it waiting for exchanges: {fix}."
     elif others > 0.5 * timeline.seconds:
         yield f"{text}, {seconds_text(others)} of it waiting for ranks that have more to do in a wave: raise memory_budget."
-    elif timeline.parts.get("host", 0.0) > 0.5 * timeline.seconds:
+    elif timeline.seconds_by_kind.get("host", 0.0) > 0.5 * timeline.seconds:
         yield f"{text}, and the host is the slowest part: experts in one stacked parameter need fewer calls than one by one."
     else:
         yield f"{text}, most of it orthogonalising: more ranks or a larger batch make the share smaller."
@@ -160,7 +160,10 @@ def compare_options(simulation: Simulation, *, all_of_them: bool) -> list[Figure
 def _likely_faster(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
     """Fewer and larger waves, where a step has several and waits for them. Each choice plans again, so that there is one."""
     timeline, plan = simulation.slowest.timeline, simulation.slowest.plan
-    if len(plan.wave_lanes) > 1 and timeline.waited_for + timeline.parts.get("others", 0.0) > _MUCH_WAITING * timeline.seconds:
+    if (
+        len(plan.wave_lanes) > 1
+        and timeline.waited_for + timeline.seconds_by_kind.get("others", 0.0) > _MUCH_WAITING * timeline.seconds
+    ):
         yield _with_budget(simulation, 4)
 
 

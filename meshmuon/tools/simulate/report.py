@@ -159,7 +159,7 @@ def _stage(number: int, stage: SimulatedStage) -> Figures:
 
 def _step(simulation: Simulation) -> Figures:
     """Seconds of an optimizer step, on its slowest rank. The parts from "orthogonalise" to "host" add up to "seconds"."""
-    timeline, parts = simulation.slowest.timeline, defaultdict(float, simulation.slowest.timeline.parts)
+    timeline, parts = simulation.slowest.timeline, defaultdict(float, simulation.slowest.timeline.seconds_by_kind)
     tokens = simulation.workload.tokens_per_step
     return Figures(
         rank=timeline.slowest,
@@ -168,7 +168,7 @@ def _step(simulation: Simulation) -> Figures:
         orthogonalise=parts["orthogonalise"],  # matrices that it owns
         local=parts["local"],  # all that is done with matrices that stay where they are
         elementwise=parts["momentum"] + parts["update"],  # of the others
-        exchange_waited_for=timeline.waited_for,  # waiting for exchanges that are under way; where cores send, sending
+        exchange_waited_for=timeline.waited_for,  # waiting for exchanges in flight; where cores send, sending
         others_waited_for=parts["others"],  # waiting for ranks that come late to an exchange
         adamw=parts["adamw"],
         host=parts["host"],  # that the device waits for the host

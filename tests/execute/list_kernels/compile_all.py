@@ -13,7 +13,7 @@ from meshmuon.execute import list_kernels
 from tests.support.kernel_compiler import resources_of
 
 CAPABILITIES = (80, 89, 90, 100, 120)
-ALL_TRUE = ("looks_ahead", "fills", "cautious")
+ALL_TRUE = ("scales", "looks_ahead", "fills", "cautious")
 TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "bits": "i32"}
 
 

@@ -34,7 +34,7 @@ slow = settings(max_examples=10, deadline=None)
 @pytest.fixture(autouse=True)
 def products_and_sums_round_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the kernels; on most CPUs torch's ``add`` with ``alpha`` rounds once."""
-    monkeypatch.setattr(elementwise, "adds_alike", lambda *dtypes: False)
+    monkeypatch.setattr(elementwise, "adds_uniformly", lambda *dtypes: False)
 
 
 class Lists:
@@ -101,8 +101,9 @@ def test_momentum_and_look_ahead_have_the_bits_of_the_twin(
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     grads, momenta, views = lists.make(dtype), lists.make(torch.float32), lists.make(wire)
     expected, wide = [buffer.clone() for buffer in momenta], [torch.empty(view.shape) for view in views]
-    elementwise.fill_with_momentum(wide, grads, expected, retain, momentum)
-    ListKernels().fill(views, grads, momenta, retain, momentum)
+    gain = data.draw(st.sampled_from([1.0, 0.05]))  # where momentum is a mean, the gradient's factor
+    elementwise.fill_with_momentum(wide, grads, expected, retain, momentum, gain)
+    ListKernels().fill(views, grads, momenta, retain, momentum, gain)
     assert all_same(momenta, expected)
     assert all_same(views, [view.to(wire) for view in wide])
     lists.rest_is_untouched()
@@ -114,8 +115,9 @@ def test_momentum_alone(data: st.DataObject, dtype: torch.dtype, retain: float |
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     grads, momenta = lists.make(dtype), lists.make(torch.float32)
     expected = [buffer.clone() for buffer in momenta]
-    elementwise.accumulate(expected, grads, retain)
-    ListKernels().accumulate(momenta, grads, retain)
+    gain = data.draw(st.sampled_from([1.0, 0.05]))
+    elementwise.accumulate(expected, grads, retain, gain)
+    ListKernels().accumulate(momenta, grads, retain, gain)
     assert all_same(momenta, expected)
     lists.rest_is_untouched()
 
@@ -164,9 +166,9 @@ def test_weights_have_the_bits_of_the_twin(
     restored = [momentum.clone() for momentum in momenta]
     kept, twin_kept = ((momenta, before), (restored, before)) if guarded else (None, None)
     twin = elementwise.Elementwise()
-    twin.apply(expected, wide, decay, rate, cautious=cautious, counters=counters, kept=twin_kept)
+    twin.apply(expected, wide, decay, rate, cautious=cautious, counters=counters, old_momenta=twin_kept)
     hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
-    ListKernels().apply(params, updates, decay, rate, cautious=cautious, counters=hashed, kept=kept)
+    ListKernels().apply(params, updates, decay, rate, cautious=cautious, counters=hashed, old_momenta=kept)
     assert all_same(params, expected)
     assert all_same(momenta, restored)
     lists.rest_is_untouched()
@@ -251,7 +253,7 @@ def test_what_is_only_compiled_changes_nothing(
     kernels.only_compiles = surrounding
     kernels.accumulate(momenta, updates, number)
     kernels.fill(params, updates, momenta, number, 0.9)
-    kernels.apply(params, updates, number, number, cautious=True, counters=hashed, kept=(momenta, kept))
+    kernels.apply(params, updates, number, number, cautious=True, counters=hashed, old_momenta=(momenta, kept))
     kernels.copy(params, updates)
     kernels.fill_if(params, torch.tensor(True), 7.0)
     kernels.mark_nonfinite(params, flag)

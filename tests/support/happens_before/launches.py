@@ -37,7 +37,8 @@ class CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
     def __init__(self, name: str = "rank 0", *, seed: int = 0) -> None:
         super().__init__(name, seed=seed)
         self.launches: Counter[str] = Counter()  # by operation and line of the package
-        self.bytes_of: Counter[str] = Counter()  # that kernels read and write, likewise
+        self.bytes_of: Counter[str] = Counter()  # that kernels read and write, by the same
+        self.host_operations: Counter[str] = Counter()  # of torch that launch nothing: views, allocations, work on host tensors
         self._counting = False
 
     @contextmanager
@@ -63,8 +64,13 @@ class CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
         before = sum(self.launches.values())
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = func.overloadpacket.__name__
-        if name.startswith(("_foreach", "_fused")) and sum(self.launches.values()) > before:
+        launched = sum(self.launches.values()) > before
+        if launched and name.startswith(("_foreach", "_fused")):
             self.launches[f"{name} {package_line()}"] += foreach_launches(name, args) - 1
+        elif self._counting and not launched and result is not NotImplemented:  # which a DTensor gets, before its local tensor
+            line = package_line()
+            if line.startswith("meshmuon/") and not line.startswith("meshmuon/transport/"):  # where NCCL's stand-in works
+                self.host_operations[f"{name} {line}"] += 1
         return result
 
 
@@ -105,6 +111,10 @@ class CountedStep:
     @property
     def launches(self) -> int:
         return self.recorder.launches.total()
+
+    @property
+    def host_operations(self) -> int:
+        return self.recorder.host_operations.total()
 
     def bytes_of(self, *functions: str) -> int:
         """Bytes that kernels launched by these functions read and write."""

@@ -25,10 +25,10 @@ class TwinListKernels:
         self.only_compiles: Any = None
         self._compiled: set[tuple[str, str]] = set()
 
-    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor) -> None:
+    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
         def compute() -> None:
             buffers, sources = _host(momenta, grads)
-            elementwise.accumulate(buffers, sources, _value(retain))
+            elementwise.accumulate(buffers, sources, _value(retain), gain)
 
         self._launch([*momenta, *grads, retain], momenta, compute)
 
@@ -39,11 +39,12 @@ class TwinListKernels:
         momenta: Sequence[Tensor],
         retain: float | Tensor,
         momentum: float | None,
+        gain: float = 1.0,
     ) -> None:
         def compute() -> None:
             targets, sources, buffers = _host(views, grads, momenta)
             wide = [torch.empty(view.shape) for view in targets]
-            elementwise.fill_with_momentum(wide, sources, buffers, _value(retain), momentum)
+            elementwise.fill_with_momentum(wide, sources, buffers, _value(retain), momentum, gain)
             torch._foreach_copy_(targets, wide)
 
         self._launch([*grads, *momenta, retain], [*momenta, *views], compute)
@@ -57,18 +58,18 @@ class TwinListKernels:
         *,
         cautious: bool,
         counters: Sequence[tuple[Tensor, Tensor, Tensor]] | None,
-        kept: tuple[list[Tensor], list[Tensor]] | None = None,
+        old_momenta: tuple[list[Tensor], list[Tensor]] | None = None,
     ) -> None:
         def compute() -> None:
             targets, changes = _host(params, updates)
             hosts = None if counters is None else [_host(numbers)[0] for numbers in counters]
             pairs = None if hosts is None else [(counter, Elements(rows, cols)) for rows, cols, counter in hosts]
             wide = [change.float().clone() for change in changes]
-            momenta, old = _host(*kept) if kept else ([], [])
-            twin, guarded = elementwise.Elementwise(), (momenta, old) if kept else None
-            twin.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, counters=pairs, kept=guarded)
+            momenta, old = _host(*old_momenta) if old_momenta else ([], [])
+            twin, guarded = elementwise.Elementwise(), (momenta, old) if old_momenta else None
+            twin.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, counters=pairs, old_momenta=guarded)
 
-        momenta, old = kept or ([], [])
+        momenta, old = old_momenta or ([], [])
         numbers = [part for of_tensor in counters or () for part in of_tensor]
         self._launch([*params, *updates, *old, decay, rate, *numbers], [*params, *momenta], compute)
 

@@ -22,7 +22,7 @@ from .runs import Outcome, run_program
 ROOT = Path(meshmuon.__file__).parent
 # What orders work of different streams, or the host behind a stream, and what protects memory that several streams use.
 _STATEMENTS = {"wait", "wait_stream", "wait_event", "main_waits", "record_stream", "synchronize", "settle", "wait_for"}
-_SWITCHES = {"stream", "beside"}
+_SWITCHES = {"stream", "on_side_stream"}
 _MARKS = {"main_mark", "side_mark", "record_event"}
 _ARGUMENTS = {"non_blocking", "pin_memory"}  # without them, the host waits for a copy
 # Waits for gloo and for connections, in host memory; between steps; for a measurement. Files, or functions of a file.
@@ -203,7 +203,7 @@ ANY_WAVES = {"cost_model": CostModel(0.0, 1.0), "kernels": "torch"}
 RULED = {"rule": "normuon", "nesterov": False}
 SCENARIOS = {
     "waves": scenario((2,), weights(5, S0), IN_TURNS | RULED),
-    "offload": scenario((1,), weights(2), events=((1, "offload"), (2, "grow"), (2, "save"))),
+    "offload": scenario((1,), (*weights(2), BIAS), events=((1, "offload"), (2, "grow"), (2, "save"))),
     "a copy of an offloaded optimizer": scenario((1,), weights(1), steps=3, events=((1, "offload"), (3, "copy"))),
     "DistMuon": scenario((2,), (*weights(3), BIAS), {"chunk_size": 1}, optimizer="DistMuon"),
     # AdamW's reductions would order the last exchange, too.

@@ -59,7 +59,7 @@ def check_schema(report: dict[str, Any], ranks: int) -> None:
 def test_a_whole_quick_run_on_two_ranks(tmp_path: Path) -> None:
     """All checks pass, and what was measured becomes a cost model."""
     saved = tmp_path / "saved.json"
-    options = DoctorOptions(quick=True, save_file=saved, limit=100.0)
+    options = DoctorOptions(quick=True, save_file=saved, limit=100.0, shapes=((96, 32), (32, 96), (48, 48)))
     ended, second = results_of(run_ranks(2, doctor_rank, tmp_path, {}, options))
     assert (ended.code, second.code) == (0, 0), ended.text
     check_schema(ended.report, ranks=2)
@@ -81,7 +81,9 @@ def test_a_whole_quick_run_on_two_ranks(tmp_path: Path) -> None:
     step = ended.check("step")["figures"]
     assert step["predicted_seconds"] == pytest.approx(sum(step["prediction"].values()))
     assert "float32" in {rate.dtype for rate in calibration.products}
-    assert [rate.size for rate in calibration.orthogonalisation][:2] == [128, 256]
+    for rates in (calibration.orthogonalisation, calibration.alone):
+        assert [(rate.size, rate.length) for rate in rates][:4] == [(32, 96), (48, None), (128, None), (256, None)]
+    assert "at 32×96, " in ended.detail("rates")
 
 
 def test_a_rank_that_dies_under_torchrun(tmp_path: Path) -> None:
@@ -141,6 +143,9 @@ REFUSALS: list[tuple[str, list[str], str]] = [
             "--limit soon": "'soon' is no number of seconds",
             "--only join --skip join": "--only and --skip both name 'join'. Leave it out of one of them",
             "--skip ddp,join": "--skip cannot leave out 'join': all other checks need it",
+            "--shapes 64x": "argument --shapes: '64x' must be rows and columns of matrices, such as 256x128",
+            "--shapes 64,8x8": "'64,8x8' must be rows and columns",
+            "--shapes 0x8": "'0x8' must be rows and columns",
             "--only ,": "argument --only: it names no check",
             "--json -": "the tables go to standard output. Name a file",
             "--json no/file": "cannot be written: No such file or directory. Name a file in a folder that you may write to",

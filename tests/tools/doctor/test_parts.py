@@ -267,7 +267,7 @@ def test_no_calibration_without_all_measurements() -> None:
     assert calibration.host_seconds_per_launch == 7e-6
 
 
-KINDS, ELEMENTWISE = ("products", "orthogonalisation"), ("momentum", "update", "copy", "adamw")
+KINDS, ELEMENTWISE = ("products", "orthogonalisation", "alone"), ("momentum", "update", "copy", "adamw")
 
 
 def test_a_file_that_cannot_be_written_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

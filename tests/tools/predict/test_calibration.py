@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from meshmuon.errors import ConfigError
+from meshmuon.layout import Replicated
 from meshmuon.plan import CostModel, LinkRate, PlannedParam, Rate, cost_model_from, make_plan
 from meshmuon.plan.calibration import Calibration, ElementwiseRates
 from meshmuon.tools.predict.prediction import predict
-from tests.support.plans import entry, options_for
+from tests.support.plans import entry, line, options_for
 
 MEASURED = Calibration(
     device="cpu",
@@ -102,6 +103,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [  # which plans do not weigh
     ({"ranks": math.inf}, f"its ranks is inf and {WHOLE}"),
     ({"ranks_per_node": 0.5}, f"its ranks_per_node is 0.5 and {WHOLE}"),
     ({"products": [RATE | {"size": 0.4}]}, rf"its products\[0\].size is 0.4 and {WHOLE}"),
+    ({"products": [RATE | {"length": -1}]}, rf"its products\[0\].length is -1 and {WHOLE}"),
     ({"products": "x" * 10**6}, "its products is 'x{119} and must be a list"),
     ({"products": [1, 2]}, rf"its products is \[1, 2\] and {RATES}"),
 ]
@@ -143,6 +145,29 @@ def test_rates_between_two_sizes() -> None:
     assert rates == pytest.approx([1e10, 1e10, 2e10, 4e10, 4e10])
 
 
+def test_the_nearest_shape_that_was_measured_counts(tmp_path: Path) -> None:
+    """Square matrices count as measured at every size: 100 × 400 is as far from 400 × 400 as it is long."""
+    shapes = (Rate("float32", 128, 3e10, 256), *MEASURED.orthogonalisation, Rate("float32", 2048, 9e10, 8192))
+    calibration = replace(MEASURED, orthogonalisation=shapes, alone=(Rate("float32", 128, 2e10, 256), Rate("float32", 256, 8e9)))
+    assert Calibration.load(written(tmp_path, calibration.to_json())) == calibration
+    assert calibration.cost_model() == MEASURED.cost_model()  # of square matrices alone
+    expected = {(128, 256): 3e10, (100, 300): 3e10, (128, 128): 1e10, (512, 512): 2e10, (1024, 8192): 9e10, (0, 8): 1e10}
+    assert {sides: calibration.orthogonalisation_rate(*sides) for sides in expected} == pytest.approx(expected)
+    assert [calibration.rate_alone(128, 256), calibration.rate_alone(1024)] == [2e10, 8e9]
+    of_shapes_alone = replace(MEASURED, orthogonalisation=shapes[:1])
+    assert of_shapes_alone.orthogonalisation_rate(512) == 3e10
+
+
+@pytest.mark.parametrize(("shape", "count", "seconds"), [((256, 128), 1, 0.25), ((256, 128), 4, 0.55), ((256, 256), 4, 0.4)])
+def test_a_batch_takes_a_single_matrix_and_the_others(shape: tuple[int, int], count: int, seconds: float) -> None:
+    rates = (Rate("float32", 128, 1e10, 256), Rate("float32", 256, 1e10))
+    calibration = replace(MEASURED, orthogonalisation=rates, alone=(Rate("float32", 128, 4e9, 256), *rates[1:]))
+    experts = entry("experts", (count, *shape), line(1), (Replicated(),), stack_dims=1, flops=10**9)
+    plan = make_plan([experts], options_for(cost=calibration.cost_model()))
+    elementwise = count * (1e-5 + 5e-9 * math.prod(shape))
+    assert predict(plan, calibration).seconds_by_kind["local"] == pytest.approx(seconds + elementwise)
+
+
 def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
     """Two equal matrices of 1024 × 1024 on four ranks: owners compute one each, and all ranks send pieces."""
     params: list[PlannedParam] = [entry(f"p{k}", (1024, 1024), flops=8 * 10**9) for k in range(2)]
@@ -151,7 +176,7 @@ def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
     prediction, piece = predict(plan, replace(MEASURED, between=None)), 2**20 // 4
     # An owner receives three pieces of its matrix and sends one of the other, and the other way round. Cores do both in turn.
     moved = (3 + 1) / 2 * 2 * piece
-    assert prediction.parts == pytest.approx(
+    assert prediction.seconds_by_kind == pytest.approx(
         {
             "host": 1e-3,
             "momentum": 2 * 5e-6 + 2 * piece * 3e-9,
@@ -161,8 +186,8 @@ def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
             "update": 2 * 5e-6 + 2 * piece * 2e-9,
         }
     )
-    assert prediction.seconds == pytest.approx(sum(prediction.parts.values()))
-    assert predict(plan, MEASURED).parts["gather"] == pytest.approx(1e-5 + moved / 2e9)  # one of several nodes
+    assert prediction.seconds == pytest.approx(sum(prediction.seconds_by_kind.values()))
+    assert predict(plan, MEASURED).seconds_by_kind["gather"] == pytest.approx(1e-5 + moved / 2e9)  # one of several nodes
 
 
 def test_an_exchange_takes_the_time_of_cores_alone() -> None:

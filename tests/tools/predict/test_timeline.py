@@ -126,7 +126,7 @@ def test_the_slowest_rank_holds_the_others_up() -> None:
     assert timeline.totals(3) == {"momentum": 1.0, "gather": 1.0, "wait": 5.0, "orthogonalise": 2.0, "scatter": 1.0}
     assert timeline.ends == {3: 8.0, 5: 8.0}
     assert timeline.slowest == 5  # rank 3 waits for it
-    assert timeline.parts == {"momentum": 4.0, "wait": 2.0, "others": 2.0}
+    assert timeline.seconds_by_kind == {"momentum": 4.0, "wait": 2.0, "others": 2.0}
 
 
 def test_a_wave_of_long_work_is_passed_by_the_others() -> None:
@@ -171,7 +171,7 @@ def test_every_step_ends_and_no_rank_does_two_things_at_once(plan: Plan, machine
             busiest = max(busiest, sum(span.end - span.start for span in track))
     assert prediction.seconds >= busiest - 1e-12
     assert prediction.seconds >= prediction.bound * (1 - 1e-12)
-    assert sum(prediction.parts.values()) == pytest.approx(prediction.seconds)
+    assert sum(prediction.seconds_by_kind.values()) == pytest.approx(prediction.seconds)
 
 
 def test_a_host_that_is_slower_than_its_device_is_a_part_of_the_step() -> None:
@@ -180,7 +180,7 @@ def test_a_host_that_is_slower_than_its_device_is_a_part_of_the_step() -> None:
     step = StepSeconds((0, 1), (wave,), nothing, nothing, nothing, 0.0, 6, host_ahead=[3.0, 20.0])
     timeline = timeline_of(step)
     assert (timeline.seconds, timeline.slowest) == (20.0, 1)
-    assert timeline.parts == {"momentum": 1.0, "orthogonalise": 10.0, "wait": 4.0, "update": 1.0, "host": 4.0}
+    assert timeline.seconds_by_kind == {"momentum": 1.0, "orthogonalise": 10.0, "wait": 4.0, "update": 1.0, "host": 4.0}
 
 
 def test_dist_muon_sends_gradients_as_it_sends_weights() -> None:

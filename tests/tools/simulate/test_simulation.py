@@ -251,7 +251,7 @@ def test_the_prediction_of_a_calibrated_cluster_is_that_of_the_doctor(mesh: str,
     (stage,) = simulation.stages
     predicted = predict(stage.plan, calibration)
     assert simulation.seconds == predicted.seconds
-    assert stage.timeline.parts == predicted.parts
+    assert stage.timeline.seconds_by_kind == predicted.seconds_by_kind
     assert report_of(simulation).step.seconds == predicted.seconds
 
 
@@ -265,7 +265,7 @@ def test_the_rates_of_a_machine_predict_what_the_machine_does(mesh: str, name: s
     for stage in simulation.stages:
         stages = (SimulatedStage.of(stage.planned, one, simulation.options) for one in (machine, rated))
         by_machine, by_rates = (timed.timeline for timed in stages)
-        assert by_machine.parts == by_rates.parts
+        assert by_machine.seconds_by_kind == by_rates.seconds_by_kind
         assert by_machine.seconds == by_rates.seconds
 
 

@@ -1,0 +1,85 @@
+"""The optimizer's options for batching and computing matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from ..device import device_memory, memory_budget_for
+from ..errors import ConfigError
+from ..ortho import FORMS
+from ..ortho.kernels.products import Products, check_kernels, products_for
+from ..ortho.kernels.tilings import tuner_for
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """How matrices are batched and computed."""
+
+    chunk_size: int = -1  # most matrices per batch, as per wave in a plan; -1 lets ``memory_budget`` decide
+    memory_budget: int | None = None  # bytes of scratch that one batch may use; a single larger matrix still runs
+    form: str = "auto"  # ``"auto"``, ``"standard"`` or ``"gram"``
+    deterministic: bool = False  # multiply the matrices of a batch one by one, so that batching does not change the results
+    compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
+    cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
+    kernels: str = "auto"  # who computes symmetric products on a GPU
+    torch_kinds: frozenset[str] = frozenset()  # with ``"auto"``: those that torch computes, as all ranks have agreed
+    guarded: bool = False  # a matrix whose update is not finite keeps weights, momentum and rule state
+
+    def __post_init__(self) -> None:
+        if self.chunk_size != -1 and self.chunk_size < 1:
+            raise ConfigError(f"chunk_size={self.chunk_size} must be -1 (chosen by memory) or at least 1 matrix per batch.")
+        if self.memory_budget is not None and self.memory_budget < 1:
+            raise ConfigError(f"memory_budget={self.memory_budget} must be a positive number of bytes.")
+        if self.form not in FORMS:
+            raise ConfigError(f"form={self.form!r} is unknown; write one of {FORMS}.")
+        if self.compile and self.cuda_graphs:
+            raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records its own graphs.")
+        check_kernels(self.kernels)
+        if self.compile and self.kernels in ("triton", "quack"):
+            raise ConfigError(f"compile and kernels={self.kernels!r} exclude each other: torch.compile has its own kernels.")
+
+    def __setstate__(self, state: Sequence[object]) -> None:
+        """Settings that were pickled before an option existed get its default."""
+        missing = (option.default for option in fields(self)[len(state) :])
+        for option, value in zip(fields(self), (*state, *missing), strict=True):
+            object.__setattr__(self, option.name, value)
+
+    @property
+    def bits(self) -> str:
+        """What the bits of an update depend on beside plan and param groups, as text that ranks compare."""
+        by_torch = f", by torch: {'; '.join(sorted(self.torch_kinds))}" if self.torch_kinds else ""
+        return f"kernels={self.kernels!r}{by_torch}"
+
+    def products(self, device: torch.device) -> Products:
+        """Who multiplies on ``device``.
+
+        ``"auto"`` is Triton on every rank, also where it is missing: ranks must not mix kernels, and fall back together.
+        """
+        kernels = "triton" if self.kernels == "auto" else self.kernels
+        torch_kinds = self.torch_kinds if self._torch_contends else None
+        return products_for(device, deterministic=self.deterministic, kernels=kernels, torch_kinds=torch_kinds)
+
+    @property
+    def _torch_contends(self) -> bool:
+        return self.kernels == "auto" and not self.deterministic and not self.compile
+
+    def torch_is_faster(self) -> dict[str, bool]:
+        """The kinds of product that this rank has measured, and whether torch's own is faster; none if it does not contend."""
+        verdicts = tuner_for("cuda").torch_is_faster if self._torch_contends else {}
+        return {str(kind): faster for kind, faster in verdicts.items()}
+
+    def batch_bytes(self, device: torch.device) -> int:
+        """Bytes of scratch that one batch may use on ``device``: by default twice what a GPU's owners gather per wave."""
+        memory = device_memory(device)
+        return self.memory_budget or memory_budget_for(memory) * (1 if memory is None else 2)
+
+    def fuses(self, device: torch.device) -> bool:
+        """Whether elementwise work on ``device`` is done by kernels over lists of tensors."""
+        return device.type == "cuda" and not self.compile and self.kernels != "torch"
+
+    def without_kernels(self) -> ExecutorSettings:
+        """The same with torch's own products."""
+        return replace(self, kernels="torch")
