@@ -167,7 +167,13 @@ class Executor(StepExecutor):
             finish_all(unfinished)
 
         advance(rule_states)
-        run_pipeline(waves, program.in_flight, run_local_batches, before_last_results, gathered_ahead=program.gathered_ahead)
+        order = pipeline_order(
+            len(waves),
+            program.in_flight,
+            gathered_ahead=program.gathered_ahead,
+            first_sends_last=program.first_sends_last,
+        )
+        run_pipeline(waves, order, run_local_batches, before_last_results)
         finish_all(rule_states)
         streams.main_waits(streams.side_mark())
         step.free_gradients(program.freed_at_end)  # the main stream may now reuse what the side stream has read
@@ -191,19 +197,17 @@ class _NoExchange:
 
 def run_pipeline(
     waves: Sequence[Iterator[None]],
-    in_flight: int,
+    order: Iterable[tuple[Action, int]],
     local: Callable[[], None],
     during_last_scatter: Callable[[], None],
-    *,
-    gathered_ahead: int | None = None,
 ) -> None:
-    """Runs all waves, ``local`` and ``during_last_scatter`` in the order of ``pipeline_order`` (``plan/schedule.py``).
+    """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` found (``plan/schedule.py``).
 
-    The waves are generators that yield twice: after sending their pieces, and after sending their results. Four waves, three in
-    flight: gather 0, gather 1, local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last
-    scatter, finish 1 to 3.
+    The waves are generators that yield twice: after sending their pieces, and after sending their results; one that sends these
+    in a turn of its own yields before it as well. Four waves, three in flight: gather 0, gather 1, local, compute 0, gather 2,
+    compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3.
     """
-    for action, wave in pipeline_order(len(waves), in_flight, gathered_ahead=gathered_ahead):
+    for action, wave in order:
         if action is Action.LOCAL:
             local()
         elif action is Action.DURING_LAST_SCATTER:

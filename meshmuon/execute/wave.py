@@ -1,12 +1,14 @@
 """One wave on one rank: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates.
 
 ``Wave.run`` is the whole way in reading order. It is a generator that yields twice, after each of its two exchanges has started,
-so that other waves can work meanwhile. A matrix that is whole on its rank needs no exchange: ``local_batch.py``.
+so that other waves can work meanwhile; three times if it sends its results in a turn of their own. A matrix that is whole on its
+rank needs no exchange: ``local_batch.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,11 +51,15 @@ class Wave:
     fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
     repeated: frozenset[MatrixKey]  # matrices of the plan that several ranks compute, for different holders
     shared: Sequence[int]  # the parts that all ranks know of, in the same order on all of them
+    # Gathers are waited for beside the main stream, where a rank without matrices of the wave starts the scatter, too: the others
+    # do not wait for what it computes in another wave. All waves are in flight, none is finished before the last has computed.
+    beside: bool = False
+    sends_last: bool = False  # the results are sent in a turn of their own
     stage: Stage | None = None  # copies between host memory, where the views are, and the device; None if both are the same
 
     def run(self, step: RunningStep) -> Iterator[None]:
         if self.params <= step.idle:
-            yield from (None, None)
+            yield from (None,) * (3 if self.sends_last else 2)
             return
         observer, streams = step.observer, step.streams
         # The side stream does elementwise work and exchanges, the main stream orthogonalises. On a CPU all work runs in order.
@@ -66,12 +72,17 @@ class Wave:
             gather = self.gather.start(step, "gather")
         step.free_gradients(self.frees)
         yield
-        with observer.phase("gather", waits=True):
+        with streams.on_side_stream(step.ready) if self.beside else nullcontext(), observer.phase("gather", waits=True):
             # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
             gather.wait()
+        if self.beside and self.owned_batches:
+            streams.main_waits(streams.side_mark())
         for batch in self.owned_batches:
             batch.run(step)
-        scatter = self.scatter.start(step, "scatter")
+        if self.sends_last:
+            yield
+        with streams.on_side_stream(step.ready) if self.beside and not self.owned_batches else nullcontext():
+            scatter = self.scatter.start(step, "scatter")
         yield
         with streams.on_side_stream(step.ready):  # which it has already seen: ``scatter.wait`` adds the rest
             with observer.phase("scatter", waits=True):

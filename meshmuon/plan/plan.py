@@ -101,7 +101,8 @@ def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedM
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
     for rank, count in copied_bytes(ranks, params, [*staying, *travelling]).items():
         loads[rank] += options.cost.per_byte_of_host * count
-    owners = assign_owners(travelling, loads, crossings, [params[task.param].itemsize for task in travelling])
+    itemsizes = [params[task.param].itemsize for task in travelling]
+    owners = assign_owners(travelling, loads, crossings, itemsizes, spread=options.heavy == "aside")
     owned = [task.placed(owner) for task, owner in zip(travelling, owners, strict=True)]
     return OwnedMatrices(ranks, tuple(params), staying, owned)
 

@@ -100,6 +100,11 @@ class PlanData:
         return copied_bytes(self.ranks, self.params, self.tasks)
 
     @property
+    def first_sends_last(self) -> bool:
+        """Whether wave 0 has the matrices of owners with long work, and sends its results last (``pipeline_order``)."""
+        return self.options.heavy == "aside" and 2 <= len(self.wave_lanes) <= self.options.in_flight
+
+    @property
     def relayed(self) -> bool:
         """Whether exchanges between nodes go in two hops."""
         return self.options.max_peers is not None and self.options.nodes is not None

@@ -53,6 +53,7 @@ class _Seconds:
         else:
             self._per_held = momentum, update
             self._per_owned = 2 * copy  # pieces to matrices, and back
+        self._of_kind: dict[tuple[int, int, int], tuple[float, float]] = {}  # hundreds of parameters are of a few kinds
         self._of_matrix = [self._matrix(k) for k in range(len(plan.params))]
         self._work = [dict.fromkeys(plan.ranks, 0.0) for _ in plan.wave_lanes]
         self._copying = [0.0] * len(plan.wave_lanes)  # seconds per element in each direction; a wave is of one lane
@@ -71,9 +72,12 @@ class _Seconds:
         """Seconds per matrix of a parameter in a batch, and the additional seconds of the first one."""
         planned = self._plan.params[param]
         for one in planned.sharded_matrices(planned.layouts[0])[:1]:
-            sides = sorted((one.rows, one.cols))
-            in_batch = planned.flops / self._machine.orthogonalisation_rate(*sides)
-            return in_batch, planned.flops / self._machine.rate_alone(*sides) - in_batch
+            short, long = sorted((one.rows, one.cols))
+            kind = planned.flops, short, long
+            if kind not in self._of_kind:
+                in_batch = planned.flops / self._machine.orthogonalisation_rate(short, long)
+                self._of_kind[kind] = in_batch, planned.flops / self._machine.rate_alone(short, long) - in_batch
+            return self._of_kind[kind]
         return 0.0, 0.0
 
     def _copied(self, task: Task) -> float:
@@ -116,6 +120,7 @@ class _Seconds:
             host_ahead=[machine.host_seconds_per_step + per_launch * count for count in launches] or nothing,
             launches=launches,
             slower_beside_exchange=machine.slower_beside_exchange,
+            first_sends_last=plan.first_sends_last and not self._averages,
         )
 
     def _wave(self, wave: int) -> WaveSeconds:

@@ -13,7 +13,7 @@ from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 
 PLAN_VERSION = 1  # of the JSON
-_OPTIONS = ("replicas", "chunk_size", "budget", "in_flight", "max_peers", "waves")
+_OPTIONS = ("replicas", "chunk_size", "budget", "in_flight", "max_peers", "waves", "heavy")
 _MOST_RANKS_SHOWN = 16
 
 

@@ -19,6 +19,8 @@ EVERY_HOLDER = -1
 NO_WAVE = -1
 Replicas: TypeAlias = Literal["auto", "share", "repeat"]
 REPLICA_OPTIONS = get_args(Replicas)
+Heavy: TypeAlias = Literal["first", "aside"]
+"""Before an owner's other matrices; or, with all others of that owner, in a wave that gathers first and scatters last."""
 DEFAULT_IN_FLIGHT = 6
 DEFAULT_MAX_PEERS = 1024  # per rank and wave; beyond it, exchanges between nodes go through relays
 
@@ -74,6 +76,7 @@ class PlanOptions:
     # has None here unless it uses relays.
     max_peers: int | None = None
     waves: int | None = None  # in which a lane is cut if they fit; None for as many as usually overlap well
+    heavy: Heavy | None = None  # when an owner's most expensive matrices have their turn; None for an order by shape
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICA_OPTIONS:

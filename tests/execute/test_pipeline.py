@@ -16,14 +16,18 @@ everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for wid
 
 Event = tuple[Action, int]
 GATHER, COMPUTE, FINISH, LOCAL, LAST = Action.GATHER, Action.COMPUTE, Action.FINISH, Action.LOCAL, Action.DURING_LAST_SCATTER
+SEND = Action.SEND
 
 
-def waves_that_record(count: int, events: list[Event]) -> list[Iterator[None]]:
+def waves_that_record(count: int, events: list[Event], *, first_sends_last: bool = False) -> list[Iterator[None]]:
     def wave(k: int) -> Iterator[None]:
         events.append((GATHER, k))
         yield
         events.append((COMPUTE, k))
         yield
+        if first_sends_last and k == 0:
+            events.append((SEND, 0))
+            yield
         events.append((FINISH, k))
 
     return list(map(wave, range(count)))
@@ -34,7 +38,7 @@ def test_turns_are_run_in_their_order(width: int, count: int) -> None:
     """What follows is about ``pipeline_order``. Gradients are freed by ``gradient_read_order``, which must follow it too."""
     events: list[Event] = []
     waves = waves_that_record(count, events)
-    run_pipeline(waves, width, lambda: events.append((LOCAL, 0)), lambda: events.append((LAST, 0)))
+    run_pipeline(waves, pipeline_order(count, width), lambda: events.append((LOCAL, 0)), lambda: events.append((LAST, 0)))
     assert events == list(pipeline_order(count, width))
     read = [k if action is GATHER else count for action, k in events if action in (GATHER, LOCAL)]
     assert read == list(gradient_read_order(count, 1, width))
@@ -81,6 +85,27 @@ def test_everything_may_go_ahead(count: int) -> None:
     assert events[:count] == [(GATHER, k) for k in range(count)]
 
 
+@pytest.mark.parametrize(("count", "width"), [(count, width) for width in WIDTHS for count in range(2, width + 1)])
+def test_the_first_wave_may_send_last(count: int, width: int) -> None:
+    """All gather, all compute, and no other exchange stands behind the work of wave 0."""
+    order = list(pipeline_order(count, width, first_sends_last=True))
+    waves = range(count)
+    last_to_first = [*range(1, count), 0]
+    assert order == [
+        *((GATHER, k) for k in waves),
+        (LOCAL, 0),
+        *((COMPUTE, k) for k in waves),
+        (SEND, 0),
+        (LAST, 0),
+        *((FINISH, k) for k in last_to_first),
+    ]
+    assert list(gradient_read_order(count, 1, width, first_sends_last=True)) == [*waves, count]
+    events: list[Event] = []
+    recording = waves_that_record(count, events, first_sends_last=True)
+    run_pipeline(recording, order, lambda: events.append((LOCAL, 0)), lambda: events.append((LAST, 0)))
+    assert events == order
+
+
 def test_an_example() -> None:
     order = [f"{what.name[0]}{k}" for what, k in pipeline_order(4, 3)]
     assert order == ["G0", "G1", "L0", "C0", "G2", "C1", "F0", "G3", "C2", "C3", "D0", "F1", "F2", "F3"]
@@ -99,7 +124,7 @@ def test_running_ahead_leaves_only_the_last_to_be_finished(width: int, count: in
 
 def test_a_wave_that_yields_once_more_is_refused() -> None:
     with pytest.raises(AssertionError, match="yields twice"):
-        run_pipeline([iter([None] * 3)], 1, lambda: None, lambda: None)
+        run_pipeline([iter([None] * 3)], pipeline_order(1, 1), lambda: None, lambda: None)
 
 
 def test_what_fails_is_kept_unless_ranks_lost_each_other() -> None:

@@ -99,6 +99,19 @@ def test_relays_are_for_peers_that_cost_time(seconds_per_peer: float, relayed: b
         assert choose_plan(params, options, by).relayed is relayed
 
 
+def test_few_long_matrices_are_set_aside() -> None:
+    """The others' exchanges take as long as the work of eight owners on 64 ranks, and need not wait for it."""
+    mesh, by = Mesh((64,), tuple(range(64))), NODES_RATES
+    long = [entry(f"long.{k}", (8192, 8192), mesh, flops=12 * 10**12) for k in range(8)]
+    params = [*long, *layers(64 * 24, 2048, mesh, (Sharded(0),))]
+    options = PlanOptions(by.cost_model(), budget=2**29, in_flight=8, nodes=Nodes.in_order(range(64), (8,) * 8))
+    usual, chosen = make_plan(params, options), choose_plan(params, options, by)
+    assert chosen.first_sends_last
+    timeline = step_timeline(chosen, by)
+    assert timeline.seconds < 0.9 * seconds(usual, by)
+    assert timeline.seconds < 1.15 * timeline.bound
+
+
 def test_a_chunk_size_decides_alone() -> None:
     params, by = layers(8, 512, Mesh((4,), tuple(range(4))), (Sharded(0),)), rates()
     options = PlanOptions(by.cost_model(), chunk_size=2)
