@@ -26,13 +26,14 @@ from meshmuon import CostModel, Interleaved, Muon
 from meshmuon.agree import planned_set
 from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.optim import collect, nonfinite
-from meshmuon.plan import NO_WAVE, Plan
+from meshmuon.plan import NO_WAVE, Calibration, LinkRate, Plan, PlannedParam, PlanOptions, Rate, choose_plan
 from tests.support.cases import Case, Gradients, Held, Param, check, gradient, held_by, initial, place, run, sharded, single
 from tests.support.counting import Wire, counted
 from tests.support.hostile import HostileArithmetic, fresh_trials
 from tests.support.random_layouts import Layouts, cases
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
+from tests.tools.predict.test_calibration import MEASURED
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 STRIDED = _StridedShard(0, split_factor=2)
@@ -214,6 +215,24 @@ def test_random_nodes_change_no_bit(drawn: Drawn, data: st.DataObject, cost: Cos
     options = {**case.options, "cost_model": cost, **({} if max_peers is None else {"max_peers": max_peers})}
     with patch.dict(os.environ, {RANKS_PER_NODE: ",".join(map(str, sizes))}):
         run_case(replace(case, options=options), layouts, replica_group=replica_group)
+
+
+WORK_IS_SLOW = replace(MEASURED, device="cuda", orthogonalisation=(Rate("float32", 16, 1e6),))
+RATES = [MEASURED, WORK_IS_SLOW, replace(WORK_IS_SLOW, exchange=LinkRate(1e5, 1e-3), between=None)]
+
+
+@settings(max_examples=24, phases=GENERATE)
+@given(cases(events=True), st.sampled_from(RATES), st.sampled_from([None, "first", "aside"]))
+def test_plans_that_are_chosen_change_no_bit(drawn: Drawn, rates: Calibration, heavy: str | None) -> None:
+    """By the rates of a machine; the search starts from plans that put heavy matrices first or aside as well."""
+    case, layouts, replica_group = drawn
+    options = {name: value for name, value in case.options.items() if name != "chunk_size"}  # which decides alone
+
+    def choose(params: list[PlannedParam], options: PlanOptions, rates: Calibration, **open_options: Any) -> Plan:
+        return choose_plan(params, replace(options, heavy=heavy), rates, **open_options)
+
+    with patch("meshmuon.agree.local_planner.choose_plan", choose):
+        run_case(replace(case, options={**options, "cost_model": rates}), layouts, replica_group=replica_group)
 
 
 @pytest.mark.parametrize("averages", [False, True])
