@@ -7,20 +7,23 @@ from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .settings import ExecutorSettings
 from .step_param import (
+    RULE_STATE,
     UNOBSERVED,
     CheckedUpdates,
     MatrixKey,
     Observer,
-    RuleChain,
     RunningStep,
     StepParam,
     StepSettings,
     UpdateRule,
+    WeightNumbers,
     may_fail,
+    rule_memories,
 )
 from .views import window_of
 
 __all__ = [
+    "RULE_STATE",
     "UNOBSERVED",
     "CheckedUpdates",
     "DataParallelExecutor",
@@ -33,16 +36,17 @@ __all__ = [
     "RandomWords",
     "ReferenceExecutor",
     "RoundingScratch",
-    "RuleChain",
     "RunningStep",
     "StepExecutor",
     "StepParam",
     "StepSettings",
     "UpdateRule",
+    "WeightNumbers",
     "advance_counters",
     "chunks_of",
     "elements_held",
     "may_fail",
     "round_stochastically",
+    "rule_memories",
     "window_of",
 ]

@@ -29,9 +29,14 @@ class UpdateRule(Protocol):
     A rule is an option of a param group, the same on every rank. Who calls it:
 
     1. ``remembers``: the optimizer, on every rank, while it checks parameters and creates state, at any step. It must always
-       return the same.
+       return the same. A rule that remembers may have two attributes. ``memory_name`` is the key of its numbers in the state of a
+       parameter, ``"rule_memory_"`` and the name of its class unless given. ``axis`` says what has one number each: ``"rows"``
+       (outputs, unless given), ``"columns"`` (inputs), or ``"longer"``: whichever are more, the rows if there are as many.
     2. ``before``: the executor, at every step, once per batch, before the batch is orthogonalised.
     3. ``after``: the executor, in the same step, once the whole batch is orthogonalised.
+    4. ``scale``, if the rule has such a method: the executor, on every holder of a matrix, when the update has arrived there. It
+       gets ``WeightNumbers`` and returns the factors (decay, rate) of W ← decay·W − rate·U, one of each per matrix. It must not
+       raise: it is tried once, with ones, when a plan is prepared.
 
     ``before`` and ``after`` are called only where the matrices are whole: at their owner or, for a matrix that is not exchanged,
     on every rank that holds it. They change their arguments in place, must treat each matrix independently of the others in the
@@ -43,7 +48,7 @@ class UpdateRule(Protocol):
     """
 
     def remembers(self) -> bool:
-        """Whether the rule keeps a number per output between steps. They start at zero and are part of the optimizer's state."""
+        """Whether the rule keeps a number per row between steps. They start at zero and are part of the optimizer's state."""
         ...
 
     def before(self, momentum: Tensor) -> None:
@@ -53,35 +58,44 @@ class UpdateRule(Protocol):
     def after(self, update: Tensor, memory: Tensor | None) -> None:
         """Changes the orthogonalised ``update``, (batch, outputs, inputs).
 
-        ``memory``, (batch, outputs, 1), is what the rule left there at the step before; None unless the rule ``remembers``.
+        ``memory``, (batch, outputs, 1), is what the rule left there at the step before; None unless the rule ``remembers``. With
+        a number per column it is (batch, 1, inputs).
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class RuleChain:
-    """Several rules, each of which changes what the one before has left. At most one of them remembers."""
+class WeightNumbers:
+    """What ``scale`` of a rule sees: for each matrix one number in float64. The same bits on every layout."""
 
-    rules: tuple[UpdateRule, ...]
-
-    def remembers(self) -> bool:
-        return any(rule.remembers() for rule in self.rules)
-
-    def before(self, momentum: Tensor) -> None:
-        for rule in self.rules:
-            rule.before(momentum)
-
-    def after(self, update: Tensor, memory: Tensor | None) -> None:
-        for rule in self.rules:
-            rule.after(update, memory if rule.remembers() else None)
+    weight_norm: Tensor  # Frobenius norm of the weight W
+    update_norm: Tensor  # of the update U, after ``after`` of all rules
+    inner: Tensor  # ⟨W, U⟩
+    lr: Tensor  # negative if ``maximize``
+    rate: Tensor  # factor of U: lr times that of ``adjust_lr_fn``, or what the rule before has made of it
+    decay: Tensor  # factor of W: 1 − lr·weight_decay, or what the rule before has made of it
+    shape: tuple[int, int]  # outputs and inputs of the matrices
 
 
-def may_fail(scheme: Scheme | Orthogonalizer | None, rule: UpdateRule | None) -> bool:
+RULE_STATE = "rule_memory"
+"""How the keys of rule state begin."""
+
+
+def rule_memories(rules: Iterable[UpdateRule], lr_shape: tuple[int, int]) -> dict[str, bool]:
+    """Of those rules that remember, in their order, the key in the state, and whether they keep a number per input.
+
+    ``lr_shape`` is (outputs, inputs) of a matrix.
+    """
+    axes = {"rows": False, "columns": True, "longer": lr_shape[1] > lr_shape[0]}
+    remembering = [rule for rule in rules if rule.remembers()]
+    names = [getattr(rule, "memory_name", f"{RULE_STATE}_{type(rule).__name__}") for rule in remembering]
+    return {name: axes[getattr(rule, "axis", "rows")] for name, rule in zip(names, remembering, strict=True)}
+
+
+def may_fail(scheme: Scheme | Orthogonalizer | None, rules: Iterable[UpdateRule]) -> bool:
     """Whether a scheme or a rule is code of the user."""
-    if isinstance(rule, RuleChain):
-        return any(may_fail(scheme, member) for member in rule.rules)
-    foreign = rule is not None and type(rule).__module__.partition(".")[0] != __name__.partition(".")[0]
-    return foreign or not isinstance(scheme, Scheme)
+    own = __name__.partition(".")[0]
+    return not isinstance(scheme, Scheme) or any(type(rule).__module__.partition(".")[0] != own for rule in rules)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,8 +128,8 @@ class StepParam:
     work_device: torch.device = HOST  # where its matrices travel and are orthogonalised: that of ``device.work_device``
     group_index: int = 0  # index of its param group; parameters of one param group share ``settings``
     zeros: Tensor | None = None  # stands in for a gradient that only other ranks have
-    rule: UpdateRule | None = None  # applied before and after orthogonalising
-    rule_state: Tensor | None = None  # the numbers that the rule keeps per output, laid out like the parameter; None without any
+    rules: tuple[UpdateRule, ...] = ()  # applied before and after orthogonalising, in this order
+    rule_state: Sequence[Tensor] = ()  # for each rule that remembers, its numbers, laid out like the parameter
     counter: Tensor | None = None  # key and count of the random bits of stochastic rounding; None for rounding to nearest
     elements: Elements | None = None  # the elements of the whole parameter that this rank holds, hashed; None without a counter
 
@@ -149,7 +163,17 @@ class StepParam:
 
         A matrix whose update fails keeps weights and momentum: what the momentum was is kept until the update is applied.
         """
-        return may_fail(self.scheme, self.rule)
+        return may_fail(self.scheme, self.rules)
+
+    @property
+    def scales(self) -> bool:
+        """Whether a rule of it asks for numbers of the weight."""
+        return any(hasattr(rule, "scale") for rule in self.rules)
+
+    @property
+    def memories(self) -> dict[str, bool]:
+        """``rule_memories`` of its rules."""
+        return rule_memories(self.rules, self.matrix_set.lr_shape)
 
     @property
     def staged(self) -> bool:
@@ -162,9 +186,9 @@ class StepParam:
         size = pitch(rows, cols, self.update_dtype) * self.update_dtype.itemsize
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
         scratch = scratch_bytes(rows, cols, steps, self.compute_dtype, self.update_dtype)
-        flipped = self.rule is not None and self.matrix_set.flipped  # rules see outputs × inputs
+        flipped = bool(self.rules) and self.matrix_set.flipped  # rules see outputs × inputs
         where, dtypes = (self.param.device, self.work_device), (self.update_dtype, self.compute_dtype)
-        return BatchItem(count, rows, cols, (where, dtypes, self.scheme, self.rule, flipped, key), size + scratch)
+        return BatchItem(count, rows, cols, (where, dtypes, self.scheme, self.rules, flipped, key), size + scratch)
 
 
 MatrixKey: TypeAlias = tuple[int, int]

@@ -138,8 +138,8 @@ class DistMuon(Muon):
             self.state[param][key] = zeros
         for task, key, _ in parts:
             param, matrix_set = self._stepped[task.param]
-            window = matrix_set.rule_state_window if key == RULE_STATE else matrix_set.window
             state = self.state[param][key]
+            window = matrix_set.window if key == MOMENTUM else matrix_set.rule_state_window(state.shape)
             part = state[task.matrix] if matrix_set.stack_dims else state
             broadcast(part if window is None else window_of(part, window, 0), task.owner, group)
         self._complete = True
@@ -205,8 +205,9 @@ class DistMuon(Muon):
         self._kept |= {param for part, param in params.items() if part not in idle}
         stepped = {k for part, k in enumerate(indices) if part not in idle}
         for k in stepped - {indices[part] for part in owned}:
-            for key in (MOMENTUM, RULE_STATE):
-                self.state[step.records[k].param].pop(key, None)
+            state = self.state[step.records[k].param]
+            for key in list(_kinds(state)):
+                del state[key]
         self._complete = self._complete and not stepped
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -224,7 +225,7 @@ def _first_sharded(params: Iterable[tuple[str, Tensor]]) -> UnsupportedError | N
 
 def _kinds(state: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype, as ``"float32"``, of that part of a parameter's state which only owners have."""
-    tensors = {key: state[key] for key in (MOMENTUM, RULE_STATE) if key in state}
+    tensors = {key: value for key, value in state.items() if key == MOMENTUM or key.startswith(RULE_STATE)}
     return {key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for key, tensor in tensors.items()}
 
 

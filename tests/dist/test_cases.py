@@ -26,6 +26,7 @@ from meshmuon import CostModel, Interleaved, Muon
 from meshmuon.agree import planned_set
 from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.optim import collect, nonfinite
+from meshmuon.params.rules import resolve_rules
 from meshmuon.plan import NO_WAVE, Calibration, LinkRate, Plan, PlannedParam, PlanOptions, Rate, choose_plan
 from tests.support.cases import Case, Gradients, Held, Param, check, gradient, held_by, initial, place, run, sharded, single
 from tests.support.counting import Wire, counted
@@ -99,7 +100,7 @@ def first_gradients(case: Case, held: Held) -> list[bool]:
 
 def check_traffic(case: Case, wire: Wire, ranks: list[list[Any]], held: Held) -> None:
     """Ranks send what their plans say, in two calls per wave: what an owner lacks, and what others hold of its matrices."""
-    if case.averages or "normuon" in case.options.get("rule", ""):  # whose state the plan does not count
+    if case.averages or any(rule.remembers() for rule in resolve_rules(case.options.get("rule", "plain"))):  # not in the plan
         return
     for rank in range(len(ranks)):
         wire.check(rank)

@@ -50,6 +50,8 @@ def moody(batch: Tensor) -> Tensor:
 class MoodyRule:
     """A user's rule that counts in its memory, and fails after that."""
 
+    memory_name = RULE_STATE
+
     def remembers(self) -> bool:
         return True
 

@@ -178,7 +178,7 @@ def test_a_rule_of_ones_own() -> None:
     assert seen == [("before", (1, 6, 4)), ("after", (1, 6, 1))]
     moved, usual = param.detach() - before * (1 - LR * DECAY), plain.detach() - before * (1 - LR * DECAY)
     torch.testing.assert_close(moved, 0.5 * usual, rtol=0, atol=6 * unit(torch.float64) * float(before.abs().max()))
-    assert torch.equal(optimizer.state[param]["rule_memory"], torch.ones(6, 1, dtype=torch.float64))
+    assert torch.equal(optimizer.state[param]["rule_memory_Own"], torch.ones(6, 1, dtype=torch.float64))
 
 
 def test_state_survives_and_other_rules_states_are_refused() -> None:
@@ -291,10 +291,10 @@ def test_a_list_of_rules_is_applied_in_its_order() -> None:
     assert torch.equal(together, stepped(Linear(2.0, 1.0))[0])
     assert torch.equal(stepped([move, double])[0], stepped(Linear(2.0, 2.0))[0])
     assert not torch.equal(together, stepped([move, double])[0])
-    assert torch.equal(optimizer.state[together]["rule_memory"], torch.ones(6, 1, dtype=torch.float64))
+    assert torch.equal(optimizer.state[together]["rule_memory_Linear"], torch.ones(6, 1, dtype=torch.float64))
     assert torch.equal(stepped(["normuon"], 3)[0], stepped("normuon", 3)[0])
     assert str(optimizer.routing_table()).endswith("note: group 0 has the rules Linear, Linear, in this order.")
-    assert "MuonEq(), MuonPlus(), NorMuon(beta2=0.95)" in stepped(NANOCHAT)[1].plan().params[0].how
+    assert "MuonEq(), MuonPlus(), NorMuon(beta2=0.95, axis='rows')" in stepped(NANOCHAT)[1].plan().params[0].how
 
 
 def test_a_failing_rule_of_a_list_leaves_weights_and_memory() -> None:
@@ -340,7 +340,7 @@ def test_states_of_lists_and_older_ones_load() -> None:
         (["muoneq", "muon"], "rule='muon' is unknown"),
         (["muoneq", 3], "rule=3 must be one of"),
         (["muoneq", NorMuon], "must be one of"),
-        ([NorMuon(0.9), "muoneq", "normuon"], "NorMuon and NorMuon keep numbers between steps; a list has room for one"),
+        ([NorMuon(0.9), "muoneq", "normuon"], "two rules would keep their numbers under the key 'rule_memory' of the state"),
         ({"muoneq"}, "must be one of"),
     ],
 )
