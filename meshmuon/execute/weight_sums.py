@@ -6,8 +6,8 @@ need none. What a rule makes of the sums is two factors per matrix, with which t
 
 Sums of floating point numbers depend on their order, and so on the layout. These are sums of integers. Powers of 2 to the 32 are
 the places of a number. In each stretch of elements the largest product says which place is the highest; of every product the
-digits there and in the next place are added up, and the rest is cut off. In the end, digits count in the two highest places that
-the matrix has anywhere, in which no stretch has cut off any.
+digits there and in the two places below are added up, and the rest is cut off. In the end, digits count in the three highest
+places that the matrix has anywhere, in which no stretch has cut off any.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from ..transport import Exchange
 from .step_param import StepParam, StepSettings, WeightNumbers
 
 _BITS = 32  # of a digit
-_LOWEST = -192  # exponent of the lowest place: elements below 2⁻⁹⁶ count as zero
-_PLACES = 11  # up to 2¹⁶⁰
+_LOWEST = -224  # exponent of the lowest place: elements below 2⁻¹¹² count as zero
+_PLACES = 12  # up to 2¹⁶⁰
+_KEPT = 3  # places that count
 _OUTSIDE = _PLACES  # where stretches with larger or non-finite products are counted
 _STRETCH = 1 << 20  # elements: their digits add up to less than 2⁵³, exactly in float64
 _PRODUCTS = 3  # weight², update², weight·update
@@ -48,10 +49,10 @@ def _add_digits(table: Tensor, products: Tensor) -> None:
     largest = products.abs().amax(1, keepdim=True)
     exponent = torch.frexp(largest).exponent.long()
     inside = largest.isfinite() & (exponent <= _LOWEST + _BITS * _PLACES)
-    highest = torch.where(inside, ((exponent - _LOWEST - 1) // _BITS).clamp(min=1), _OUTSIDE)
+    highest = torch.where(inside, ((exponent - _LOWEST - 1) // _BITS).clamp(min=_KEPT - 1), _OUTSIDE)
     table[:, 1].scatter_add_(1, highest, (largest != 0).long())
     products = products.masked_fill(~inside, 0.0)
-    for place in (highest, highest - 1):
+    for place in (highest - k for k in range(_KEPT)):
         unit = torch.ldexp(torch.ones_like(largest), _LOWEST + _BITS * place)
         digits = (products / unit).trunc_()
         table[:, 0].scatter_add_(1, place, digits.sum(1, keepdim=True).long())
@@ -62,10 +63,12 @@ def sums_of(table: Tensor) -> Tensor:
     """(matrices, products) in float64; NaN where a product is not finite or too large."""
     digits, counts = table.unbind(2)
     places = torch.arange(_PLACES + 1, device=table.device)
-    highest = torch.where(counts != 0, places, 1).amax(2, keepdim=True).clamp(max=_PLACES - 1)
-    high, low = (digits.gather(2, place).squeeze(2).double() for place in (highest, highest - 1))
-    units = torch.ldexp(torch.ones_like(low), _LOWEST + _BITS * (highest.squeeze(2) - 1))
-    return (high * 2.0**_BITS + low).mul_(units).masked_fill_(counts[:, :, _OUTSIDE] != 0, torch.nan)
+    highest = torch.where(counts != 0, places, _KEPT - 1).amax(2, keepdim=True).clamp(max=_PLACES - 1)
+    total = torch.zeros(digits.shape[:2], dtype=torch.float64, device=table.device)
+    for place in (highest - k for k in reversed(range(_KEPT))):  # the lowest first
+        unit = torch.ldexp(torch.ones_like(total), _LOWEST + _BITS * place.squeeze(2))
+        total += digits.gather(2, place).squeeze(2).double() * unit
+    return total.masked_fill_(counts[:, :, _OUTSIDE] != 0, torch.nan)
 
 
 @dataclass(frozen=True, slots=True)

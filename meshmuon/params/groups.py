@@ -24,7 +24,7 @@ from .dtensors import check_memory, check_placement
 from .flattened import refuse_flattened
 from .lr import lr_factor
 from .option_table import ParamGroup, group_options, optimizer_options, split_as_tuple
-from .rules import UpdateRule, resolve_rules
+from .rules import Hyperball, UpdateRule, resolve_rules
 
 _RIGHT_CALL = (
     "Write Muon(model, lr=...), or groups of your own: "
@@ -182,6 +182,11 @@ def check_options(group: ParamGroup, index: int) -> None:
         check_flag(group, "use_muon", where)
         for name, check in _CHECKS[group["use_muon"]]:
             check(group, name, where)
+        cautious = group["use_muon"] and group["cautious_weight_decay"]
+        if cautious and any(isinstance(rule, Hyperball) for rule in resolve_rules(group["rule"])):
+            raise ConfigError(
+                f"{where}: Hyperball keeps the norm of a weight and takes no weight decay: leave out cautious_weight_decay=True."
+            )
     except KeyError as error:
         raise ConfigError(f"{where} has lost its option {error}: set it again instead of deleting it.") from None
 
@@ -232,6 +237,17 @@ def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rules: Sequen
         raise ConfigError(
             f"{what} output, for which {blocks} experts that are stored one below the other as (in, out) have no place. Write "
             f'matrices={{"{name}": {{"experts": {blocks}}}}} in the group, which takes their rows for outputs, or another rule.'
+        )
+
+
+def check_norm(name: str, weight: Tensor, matrix_sets: Sequence[MatrixSet], rules: Sequence[UpdateRule]) -> None:
+    """Refuses a weight of zeros whose norm is to be kept, where its first gradient arrives; ``weight`` is this rank's part."""
+    if not weight.numel() or not any(isinstance(rule, Hyperball) and rule.rms is None for rule in rules):
+        return
+    if not bool(weight.flatten(matrix_sets[0].stack_dims).count_nonzero(-1).all()):
+        raise ConfigError(
+            f"{name}: Hyperball keeps the norm of a weight, and here is a matrix of zeros, which would stay zero. Initialise it with "
+            "other values, give it a group with another rule, or say which norm it shall have: rule=Hyperball(rms=0.02)."
         )
 
 

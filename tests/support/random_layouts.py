@@ -128,6 +128,8 @@ def cases(draw: Any, *, steps: int = 4, events: bool = False, averages: bool = F
     params = tuple(draw(st.lists(case_params(layouts, steps), min_size=1, max_size=5)))
     params *= draw(st.sampled_from([1, 1, 1, 4]))  # batches are larger then, and different on every rank
     options = draw(OPTIONS)
+    if "hyperball" in str(options["rule"]).lower():
+        options["cautious_weight_decay"] = False
     if options["rule"] in PER_COLUMN and any(param.split is not None for param in params):  # whose parts share columns
         options["rule"] = ("normuon", Drag())
     threads = draw(st.sampled_from([1, 1, 1, 1, 2, 3]))
