@@ -149,8 +149,8 @@ class MatrixSet:
     def rule_state_shape(self, shape: Sequence[int], *, per_input: bool = False) -> tuple[int, ...]:
         """Shape of a rule's state, one number per output of each matrix, for a parameter of ``shape``: all other dims are 1.
 
-        (96, 64) gives (96, 1), or (1, 64) if there is one number ``per_input``; experts (8, 96, 64) give (8, 96, 1), or (8, 1, 64)
-        if they are ``flipped``.
+        (96, 64) gives (96, 1), or (1, 64) if there is one number ``per_input``; experts (8, 96, 64) give (8, 96, 1), or
+        (8, 1, 64) if they are ``flipped``.
         """
         rows, along_cols = self.stack_dims, self.flipped != per_input
         return tuple(size if dim < rows or (dim > rows) == along_cols else 1 for dim, size in enumerate(shape))

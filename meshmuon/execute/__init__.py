@@ -7,7 +7,6 @@ from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .settings import ExecutorSettings
 from .step_param import (
-    RULE_STATE,
     UNOBSERVED,
     CheckedUpdates,
     MatrixKey,
@@ -15,11 +14,8 @@ from .step_param import (
     RunningStep,
     StepParam,
     StepSettings,
-    UpdateRule,
-    WeightNumbers,
-    may_fail,
-    rule_memories,
 )
+from .update_rule import RULE_STATE, UpdateRule, WeightNumbers, may_fail, rule_memories
 from .views import window_of
 
 __all__ = [

@@ -86,7 +86,9 @@ class OrthoBatch:
         self._per_input = list(template.memories.values())
         # For each rule that keeps numbers between steps, (size, outputs), or (size, inputs) if there is one per input.
         self.rule_state = [
-            aligned_matrices((len(matrices), 1, template.matrix_set.lr_shape[per_input]), template.update_dtype, self.stacked.device)
+            aligned_matrices(
+                (len(matrices), 1, template.matrix_set.lr_shape[per_input]), template.update_dtype, self.stacked.device
+            )
             .zero_()
             .squeeze(1)
             for per_input in self._per_input

@@ -131,11 +131,11 @@ class ReferenceExecutor(StepExecutor):
 def _scaled(step_param: StepParam, full: Tensor) -> Tensor:
     """What is to be subtracted from the whole weight: the update with the factors of rules that ask for numbers of the weight."""
     matrix_set, full, weight = step_param.matrix_set, full.clone(), whole(step_param.param)
-    table = new_table(matrix_set.count, full.device)
-    parts = [_window(tensor, matrix_set) for tensor in (weight, full)]
-    add_products(table, *parts)
-    factors, rows = Factors.of(step_param, sums_of(table)), slice(0, matrix_set.count)
-    parts[1].copy_(factors.change(*parts, rows, step_param.settings, step_param.update_dtype))
+    table, rows = new_table(matrix_set.count, full.device), slice(0, matrix_set.count)
+    weights, updates = _window(weight, matrix_set), _window(full, matrix_set)
+    add_products(table, weights, updates)
+    factors = Factors.of(step_param, sums_of(table))
+    updates.copy_(factors.change(weights, updates, rows, step_param.settings, step_param.update_dtype))
     return full
 
 

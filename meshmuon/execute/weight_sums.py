@@ -1,8 +1,8 @@
 """What update rules may know of a weight: its norm, that of its update, and the inner product of the two, matrix by matrix.
 
-The owner of a matrix has its update, the holders have the weight. The update reaches the holders with the scatter, so each of them
-adds up its own products then. One reduction over the ranks completes the sums of a wave; matrices that are whole on their rank
-need none. What a rule makes of the sums is two factors per matrix, with which the holders apply the update.
+The owner of a matrix has its update, the holders have the weight. The update reaches the holders with the scatter, so each of
+them adds up its own products then. One reduction over the ranks completes the sums of a wave; matrices that are whole on their
+rank need none. What a rule makes of the sums is two factors per matrix, with which the holders apply the update.
 
 Sums of floating point numbers depend on their order, and so on the layout. These are sums of integers. Powers of 2 to the 32 are
 the places of a number. In each stretch of elements the largest product says which place is the highest; of every product the
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..device import copy_to
 from ..transport import Exchange
-from .step_param import StepParam, StepSettings, WeightNumbers
+from .step_param import StepParam, StepSettings
+from .update_rule import WeightNumbers
 
 _BITS = 32  # of a digit
 _LOWEST = -224  # exponent of the lowest place: elements below 2⁻¹¹² count as zero
@@ -39,7 +40,7 @@ def new_table(matrices: int, device: torch.device) -> Tensor:
 def add_products(table: Tensor, weights: Tensor, updates: Tensor) -> None:
     """Adds the products of (matrices, …) ``weights`` and ``updates`` to the ``table`` of these matrices."""
     weights, updates = weights.reshape(len(table), -1), updates.reshape(len(table), -1)
-    for weight, update in zip(weights.split(_STRETCH, 1), updates.split(_STRETCH, 1), strict=True):
+    for weight, update in zip(torch.split(weights, _STRETCH, 1), torch.split(updates, _STRETCH, 1), strict=True):
         weight, update = weight.double(), update.double()
         for k, products in enumerate((weight * weight, update * update, weight * update)) if weight.numel() else ():
             _add_digits(table[:, k], products)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ..agree.differences import Note, raise_failures
 from ..agree.step_decision import StepDecision
 from ..errors import ConfigError, KeptError, StateError, UnsupportedError
-from ..execute import StepParam, window_of
+from ..execute import RULE_STATE, StepParam, window_of
 from ..matrices import MatrixSet
 from ..params.checks import check_replica_group
 from ..params.dtensors import as_dtensor
 from ..params.param_record import ParamRecord, named_params
 from ..plan import PartIndex, Plan
-from ..state.param_state import MOMENTUM, RULE_STATE
+from ..state.param_state import MOMENTUM
 from ..transport import all_gather_objects, averaged, broadcast, turn_of
 from .collect import gradient_of
 from .muon import Muon

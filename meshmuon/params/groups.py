@@ -228,11 +228,12 @@ def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rules: Sequen
         places = {part.window and part.window[dim] for part, dim in zip(matrix_sets, dims, strict=True)}
         if len(places) == len(matrix_sets) and len(set(dims)) <= 1:
             continue
-        what, blocks = f"{name}: {type(rule).__name__} keeps one number per", len({part.window and part.window[0] for part in matrix_sets})
+        what = f"{name}: {type(rule).__name__} keeps one number per"
+        blocks = len({part.window and part.window[0] for part in matrix_sets})
         if any(per_input):
             raise ConfigError(
-                f"{what} column, for which the {len(matrix_sets)} parts of this weight have no place: give it a group whose rule has "
-                'axis="rows", or make each part a parameter of its own.'
+                f"{what} column, for which the {len(matrix_sets)} parts of this weight have no place: give it a group whose "
+                'rule has axis="rows", or make each part a parameter of its own.'
             )
         raise ConfigError(
             f"{what} output, for which {blocks} experts that are stored one below the other as (in, out) have no place. Write "
@@ -246,8 +247,8 @@ def check_norm(name: str, weight: Tensor, matrix_sets: Sequence[MatrixSet], rule
         return
     if not bool(weight.flatten(matrix_sets[0].stack_dims).count_nonzero(-1).all()):
         raise ConfigError(
-            f"{name}: Hyperball keeps the norm of a weight, and here is a matrix of zeros, which would stay zero. Initialise it with "
-            "other values, give it a group with another rule, or say which norm it shall have: rule=Hyperball(rms=0.02)."
+            f"{name}: Hyperball keeps the norm of a weight, and here is a matrix of zeros, which would stay zero. Initialise it "
+            "with other values, give it a group with another rule, or say which norm it shall have: rule=Hyperball(rms=0.02)."
         )
 
 

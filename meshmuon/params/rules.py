@@ -1,7 +1,7 @@
 """Update rules: what a step does to matrices beside orthogonalising them.
 
 A rule is a small object. The owner of a matrix calls it with the whole matrix, so its result does not depend on the layout. To
-write a rule of your own, implement the three methods of ``UpdateRule``::
+write a rule of your own, implement the three methods of ``UpdateRule``, and ``scale`` if it needs numbers of the weight::
 
     @dataclass(frozen=True)
     class Halved:
@@ -73,8 +73,8 @@ class NorMuon(_Rule):
     """Divides each output (row) of the update O by the root of a running mean of its squares, and keeps the norm of O.
 
     v ← β₂·v + (1 − β₂)·mean of O² over the inputs; the update is O/√v, rescaled to the Frobenius norm of O. For matrices of
-    (batch, outputs, inputs), v is (batch, outputs, 1). With ``axis="columns"`` it does so for each input, (batch, 1, inputs), with
-    ``axis="longer"`` for outputs or inputs, whichever are more.
+    (batch, outputs, inputs), v is (batch, outputs, 1). With ``axis="columns"`` it does so for each input, (batch, 1, inputs),
+    with ``axis="longer"`` for outputs or inputs, whichever are more.
     """
 
     beta2: float = 0.95
@@ -137,8 +137,8 @@ class MuonEq(_Rule):
 class Hyperball(_Rule):
     """Keeps the norm of the weight W, and turns it by an angle that the learning rate alone decides.
 
-    W ← R·normalised(W − lr·R·normalised(U)) for the update U, with Frobenius norms. R is the norm of W as it is, or with ``rms`` that
-    of a matrix whose elements have this root mean square. Neither ``weight_decay`` nor ``adjust_lr_fn`` has any effect.
+    W ← R·normalised(W − lr·R·normalised(U)) for the update U, with Frobenius norms. R is the norm of W as it is, or with ``rms``
+    that of a matrix whose elements have this root mean square. Neither ``weight_decay`` nor ``adjust_lr_fn`` has any effect.
     """
 
     rms: float | None = None

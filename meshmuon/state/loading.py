@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import StateError
+from ..execute import RULE_STATE
 from ..matrices import without_wrappers
 from ..params.checks import check_dtype, shown
 from ..params.dtensors import as_dtensor, layout_text, same_placement, shard_place, shares_addresses
 from ..params.groups import are_placeholders, check_group
 from ..params.option_table import ParamGroup, group_options
 from ..torch_compat import local_part
-from .param_state import COUNTER, MOMENTUM, NOT_STORED, RULE_STATE, can_fuse, check_kind, shapes_of
+from .param_state import COUNTER, MOMENTUM, NOT_STORED, can_fuse, check_kind, shapes_of
 
 _DTYPES = tuple(option.name for option in group_options() if option.check is check_dtype)  # stored by name
 # Options that decide what a parameter's matrices are, and the rule. Loading other values than the optimizer has warns.
@@ -308,7 +309,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _with_current_keys(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """A saved entry, as a dict, the only mapping that torch loads. What a single rule kept was once under one key for all rules."""
+    """A saved entry, as a dict, the only mapping that torch loads. The memory of any rule alone was once under one key."""
     wanted = [key for key in shapes if key.startswith(RULE_STATE)]
     older = len(wanted) == 1 and wanted[0] not in entry
     return {wanted[0] if older and key == RULE_STATE else key: value for key, value in entry.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +28,7 @@ ELEMENTS = st.one_of(*(st.floats(-(2.0**power), 2.0**power, width=32) for power 
 def sums(weights: Tensor, updates: Tensor, cuts: list[int], *, last_first: bool) -> list[float]:
     """Of one matrix in pieces, each in a table of its own, as on ranks of their own."""
     edges = [0, *sorted(cuts), len(weights)]
-    pieces = [(weights[a:b], updates[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    pieces = [(weights[a:b], updates[a:b]) for a, b in pairwise(edges)]
     total = new_table(1, weights.device)
     for weight, update in reversed(pieces) if last_first else pieces:
         table = new_table(1, weights.device)

@@ -40,7 +40,14 @@ class Reference:
     """One matrix, stepped by hand in float64; ``rule`` names what is done beside orthogonalising."""
 
     def __init__(
-        self, weight: Tensor, rule: Any, *, cautious: bool = False, maximize: bool = False, axis: str = "rows", beta2: float = 0.95
+        self,
+        weight: Tensor,
+        rule: Any,
+        *,
+        cautious: bool = False,
+        maximize: bool = False,
+        axis: str = "rows",
+        beta2: float = 0.95,
     ) -> None:
         self.weight, self.momentum = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
         self.per_column = axis == "columns" or (axis == "longer" and weight.size(1) > weight.size(0))
@@ -272,7 +279,7 @@ def test_wrong_numbers_of_rules_are_refused() -> None:
         NorMuon(beta2=1.0)
     with pytest.raises(ConfigError, match="NorMuon: axis='outputs' must be one of 'rows', 'columns', 'longer'"):
         NorMuon(axis="outputs")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="Hyperball: rms=0.0 must be a positive number"):
+    with pytest.raises(ConfigError, match=r"Hyperball: rms=0\.0 must be a positive number"):
         Hyperball(rms=0.0)
     with pytest.raises(ConfigError, match="UpdateFloor: ratio=inf must be a positive number"):
         UpdateFloor(math.inf)
@@ -387,7 +394,7 @@ def test_each_rule_of_a_list_has_a_memory_of_its_own() -> None:
 
 
 def test_a_number_per_column_has_no_place_for_parts_that_share_columns() -> None:
-    with pytest.raises(ConfigError, match='NorMuon keeps one number per column, for which the 2 parts .*axis="rows"'):
+    with pytest.raises(ConfigError, match=r'NorMuon keeps one number per column, for which the 2 parts .*axis="rows"'):
         optimizer_for([nn.Parameter(torch.ones(6, 4))], expert_keys=[], split=(3, 3), rule=NorMuon(axis="columns"))
 
 
@@ -465,6 +472,7 @@ def test_hyperball_refuses_zeros_unless_it_is_told_a_norm() -> None:
     optimizer.param_groups[0]["rule"] = Hyperball(rms=0.5)
     optimizer.step()
     torch.testing.assert_close(param.detach().flatten(1).norm(dim=1), torch.full((3,), 0.5 * 24**0.5, dtype=torch.float64))
+    assert "group 0: Hyperball moves each matrix by 0.01 of its norm a step" in str(optimizer.routing_table())
     with pytest.raises(ConfigError, match="Hyperball keeps the norm of a weight and takes no weight decay"):
         optimizer_for([param], rule=["normuon", "hyperball"], cautious_weight_decay=True)
 
