@@ -228,16 +228,17 @@ def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rules: Sequen
         places = {part.window and part.window[dim] for part, dim in zip(matrix_sets, dims, strict=True)}
         if len(places) == len(matrix_sets) and len(set(dims)) <= 1:
             continue
-        what = f"{name}: {type(rule).__name__} keeps one number per"
+        what = f"{name}: {type(rule).__name__}"
         blocks = len({part.window and part.window[0] for part in matrix_sets})
         if any(per_input):
             raise ConfigError(
-                f"{what} column, for which the {len(matrix_sets)} parts of this weight have no place: give it a group whose "
-                'rule has axis="rows", or make each part a parameter of its own.'
+                f"{what} keeps one number per column, for which the {len(matrix_sets)} parts of this weight have no place: give "
+                'it a group whose rule has axis="rows", or make each part a parameter of its own.'
             )
         raise ConfigError(
-            f"{what} output, for which {blocks} experts that are stored one below the other as (in, out) have no place. Write "
-            f'matrices={{"{name}": {{"experts": {blocks}}}}} in the group, which takes their rows for outputs, or another rule.'
+            f"{what} keeps one number per output, for which {blocks} experts that are stored one below the other as (in, out) "
+            f'have no place. Write matrices={{"{name}": {{"experts": {blocks}}}}} in the group, which takes their rows for '
+            "outputs, or another rule."
         )
 
 
