@@ -148,7 +148,9 @@ class UpdateViews:
 
         With ``old_momenta``, matrices whose update is not finite keep weights and momentum.
         """
-        sums = None if step.only_compiles else self._weight_sums(step)
+        if self._sums is not None and self._sums.reduced_on is None:
+            self.add_products(step)
+        sums = None if self._sums is None or step.only_compiles else sums_of(self._sums.table)
         for number, group in enumerate(self._groups):
             shards, of_group = _without(group, step.idle, failed), None if old_momenta is None else old_momenta[number]
             if not shards:
@@ -180,12 +182,13 @@ class UpdateViews:
                 old_momenta=of_group,
             )
 
-    def _weight_sums(self, step: RunningStep) -> Tensor | None:
-        if self._sums is None:
-            return None
+    def add_products(self, step: RunningStep) -> bool:
+        """Adds up what rules ask for, as far as this rank has it. Returns whether ``reduce_tables`` must run before ``apply``."""
+        if self._sums is None or step.only_compiles:
+            return False
         counted = [shard for group in self._groups for shard in _without(group, step.idle) if shard.rows and shard.counted]
         parts = [(shard.rows, w, shard.view) for shard, w in zip(counted, _weights(counted, step), strict=True) if shard.rows]
-        return self._sums.add_up(parts, step.exchange)
+        return self._sums.add_up(parts, step)
 
 
 def load_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:

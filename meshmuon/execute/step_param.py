@@ -174,6 +174,7 @@ class RunningStep:
     ready: Mark = None  # where the main stream has all gradients
     failures: list[Exception] = field(default_factory=list)  # errors so far on this rank, for the end of the step
     only_compiles: bool = False  # nothing is exchanged, orthogonalised, written or freed
+    unreduced: list[tuple[Tensor, torch.device]] = field(default_factory=list)  # ``WeightSums.table``, and where ranks add it up
     checked: list[CheckedUpdates] = field(default_factory=list)  # if updates are guarded, what this rank has orthogonalised
 
     def freed_gradients(self, indices: Iterable[int]) -> Iterator[Tensor]:

@@ -1,8 +1,9 @@
 """What update rules may know of a weight: its norm, that of its update, and the inner product of the two, matrix by matrix.
 
 The owner of a matrix has its update, the holders have the weight. The update reaches the holders with the scatter, so each of
-them adds up its own products then. One reduction over the ranks completes the sums of a wave; matrices that are whole on their
-rank need none. What a rule makes of the sums is two factors per matrix, with which the holders apply the update.
+them adds up its own products then. One reduction over the ranks completes the sums of all waves that are finished together, by
+default the last six, often all; matrices that are whole on their rank need none. What a rule makes of the sums is two factors per
+matrix, with which the holders apply the update.
 
 Sums of floating point numbers depend on their order, and so on the layout. These are sums of integers. Powers of 2 to the 32 are
 the places of a number. In each stretch of elements the largest product says which place is the highest; of every product the
@@ -19,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ..device import copy_to
-from ..transport import Exchange
-from .step_param import StepParam, StepSettings
+from .step_param import RunningStep, StepParam, StepSettings
 from .update_rule import WeightNumbers
 
 _BITS = 32  # of a digit
@@ -120,14 +120,22 @@ class WeightSums:
     table: Tensor  # ``new_table``, on the device of the weights
     reduced_on: torch.device | None = None  # where ranks add up their tables; None if all matrices are whole
 
-    def add_up(self, parts: Iterable[tuple[slice, Tensor, Tensor]], exchange: Exchange | None) -> Tensor:
-        """``sums_of`` all matrices; ``parts`` are what this rank adds up: the rows of the table, weights and updates."""
+    def add_up(self, parts: Iterable[tuple[slice, Tensor, Tensor]], step: RunningStep) -> bool:
+        """Fills the table from ``parts``: rows of the table, weights and updates. Returns whether other ranks have more of it."""
         self.table.zero_()
         for rows, weights, updates in parts:
             add_products(self.table[rows], weights, updates)
-        if self.reduced_on is None:
-            return sums_of(self.table)
-        assert exchange is not None
-        table = copy_to(self.table, self.reduced_on)
-        exchange.add_up(table, phase="scatter")
-        return sums_of(copy_to(table, self.table.device))
+        if self.reduced_on is not None:
+            step.unreduced.append((self.table, self.reduced_on))
+        return self.reduced_on is not None
+
+
+def reduce_tables(step: RunningStep) -> None:
+    """Completes the tables of all waves that are about to apply their updates, on all ranks, in one reduction per device."""
+    assert step.exchange is not None
+    for device in dict.fromkeys(device for _, device in step.unreduced):
+        tables = [table for table, reduced_on in step.unreduced if reduced_on == device]
+        total = copy_to(torch.cat(tables), device)
+        step.exchange.add_up(total, phase="scatter")
+        torch._foreach_copy_(tables, torch.split(copy_to(total, tables[0].device), [len(table) for table in tables]))
+    step.unreduced.clear()

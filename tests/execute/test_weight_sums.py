@@ -64,17 +64,18 @@ def test_what_is_not_finite_or_too_large_shows_in_the_sum(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "params", "waves"),
+    ("rule", "params", "waves", "reductions"),
     [
-        ("normuon", (Param((8, 6), 0, (Shard(0),)),), 0),
-        ("hyperball", (Param((8, 6), None), Param((4, 5, 6), 0, (Shard(0),))), 0),
-        ("hyperball", (Param((8, 6), 0, (Shard(1),)), Param((4, 5, 6), 0, (Shard(0),))), 1),
-        ("hyperball", (Param((8, 6), 0, (Replicate(),)), *[Param((6, 8), 0, (Shard(0),))] * 3), 3),
+        ("normuon", (Param((8, 6), 0, (Shard(0),)),), 1, 0),
+        ("hyperball", (Param((8, 6), None), Param((4, 5, 6), 0, (Shard(0),))), 0, 0),
+        ("hyperball", (Param((8, 6), 0, (Shard(1),)), Param((4, 5, 6), 0, (Shard(0),))), 1, 1),
+        ("hyperball", (Param((8, 6), 0, (Replicate(),)), *[Param((6, 8), 0, (Shard(0),))] * 3), 3, 1),
+        ("hyperball", (Param((8, 6), 0, (Replicate(),)), *[Param((6, 8), 0, (Shard(0),))] * 15), 15, 10),
     ],
-    ids=["a rule that does not ask", "whole matrices", "one wave", "three waves"],
+    ids=["a rule that does not ask", "whole matrices", "one wave", "three waves", "more waves than are in flight"],
 )
-def test_a_wave_takes_one_reduction(rule: str, params: tuple[Param, ...], waves: int) -> None:
-    """And what nobody asks for costs none."""
+def test_a_step_takes_one_reduction(rule: str, params: tuple[Param, ...], waves: int, reductions: int) -> None:
+    """For all waves that are in flight in the end, and one for each before them. What nobody asks for costs none."""
     phases = list[str]()
     add_up = Exchange.add_up
 
@@ -84,6 +85,6 @@ def test_a_wave_takes_one_reduction(rule: str, params: tuple[Param, ...], waves:
 
     with patch.object(Exchange, "add_up", counted):
         wire = run_case(Case(params, {"rule": rule, "chunk_size": 1}, 1), Layouts((2,)))
-    assert phases == ["scatter"] * 2 * waves
+    assert phases == ["scatter"] * 2 * reductions
     if rule == "hyperball":  # nothing else travels but pieces, there and back
         assert wire.calls == ({0: 2 * waves, 1: 2 * waves} if waves else {})
