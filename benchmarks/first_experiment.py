@@ -35,9 +35,19 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 KEYS = ("task", "optimizer", "lr", "seed")
 USUAL_LR = 1e-3  # torch.optim.AdamW's default, and what small models are usually trained with
-TITLES = {"adamw": "AdamW", "muon": "meshmuon", "muon_apart": f"meshmuon, adamw_lr={USUAL_LR:g}"}
+TITLES = {
+    "adamw": "AdamW",
+    "muon": "meshmuon",
+    "muon_apart": f"meshmuon, adamw_lr={USUAL_LR:g}",
+    "muon_matched": "meshmuon, rms of every step as AdamW's",  # a warm-up of the rule, from what AdamW's run measured
+}
 README_LR = 8e-3
-LRS = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), "muon": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), "muon_apart": (4e-3, 8e-3, 1.6e-2)}
+LRS = {
+    "adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+    "muon": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    "muon_apart": (4e-3, 8e-3, 1.6e-2),
+    "muon_matched": (USUAL_LR,),
+}
 ASSUMED_RMS = 0.2  # of match_rms_adamw, at lr 1
 DECAY = 0.1
 SPANS = {"steps 1–20": (0, 20), "21–100": (20, 100), "101 on": (100, 10**9)}
@@ -84,8 +94,11 @@ def optimizer_of(name: str, model: nn.Module, lr: float, task: Task) -> torch.op
     return Muon(model, lr=lr, adamw_lr=adamw_lr, weight_decay=DECAY, **task.muon)
 
 
-def trained(task: Task, optimizer_name: str, lr: float, seed: int) -> Row:
-    """The validation loss after the last step, None if the run diverged, and the sizes of AdamW's updates at the usual lr."""
+def trained(task: Task, optimizer_name: str, lr: float, seed: int, rms: Sequence[float] = ()) -> Row:
+    """The validation loss after the last step, None if the run diverged, and the sizes of AdamW's updates at the usual lr.
+
+    With ``rms``, Muon's matrices move as far in every step as AdamW's did.
+    """
     torch.manual_seed(seed)
     model = task.build(task.width)
     optimizer = optimizer_of(optimizer_name, model, lr, task)
@@ -94,7 +107,7 @@ def trained(task: Task, optimizer_name: str, lr: float, seed: int) -> Row:
     for step in range(task.steps):
         scale = min((step + 1) / warmup, (task.steps - step) / (task.steps - warmup)) if task.decayed else 1.0
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * scale
+            group["lr"] = peak * scale * (rms[step] / ASSUMED_RMS if rms and group["use_muon"] else 1.0)
         loss = model(*task.batch(step, seed))
         if not loss.isfinite():
             return {"loss": None}
@@ -114,8 +127,8 @@ def trained(task: Task, optimizer_name: str, lr: float, seed: int) -> Row:
 
 def grid(options: argparse.Namespace) -> list[tuple[str, str, float, int]]:
     """The runs; seed by seed, so that a sweep that is stopped has all tasks. What matters less comes last."""
-    values = [*product(options.seeds, options.tasks, ("adamw", "muon")), *product(options.seeds, options.tasks, ("muon_apart",))]
-    return [(task, name, lr, seed) for seed, task, name in values for lr in options.lrs[name]]
+    runs = [product(options.seeds, options.tasks, names) for names in (("adamw", "muon"), ("muon_matched",), ("muon_apart",))]
+    return [(task, name, lr, seed) for values in runs for seed, task, name in values for lr in options.lrs[name]]
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[Row]:
@@ -124,7 +137,8 @@ def measure(options: argparse.Namespace, report: Report) -> list[Row]:
     done = {tuple(row[key] for key in KEYS): row for row in map(json.loads, kept)}
     for run in report.each([run for run in grid(options) if run not in done], "{0[0]}, {0[1]}, lr {0[2]}, seed {0[3]}".format):
         task, name, lr, seed = run
-        done[run] = dict(zip(KEYS, run, strict=True)) | trained(tasks[task], name, lr, seed)
+        rms = done[task, "adamw", lr, seed]["rms"] if name == "muon_matched" else ()
+        done[run] = dict(zip(KEYS, run, strict=True)) | trained(tasks[task], name, lr, seed, rms)
         if options.keep:
             with options.keep.open("a") as file:
                 file.write(json.dumps(done[run]) + "\n")
@@ -214,7 +228,7 @@ def goals(rows: list[Row], options: argparse.Namespace) -> list[Goal]:
 def plot(results: dict[str, Any], figure: Figure) -> None:
     """A panel for each task; in the last column the sizes of AdamW's updates."""
     rows, panels = results["runs"], figure.subplots(2, 4)
-    colours = {**LINES, "muon_apart": "#6a9a4a"}
+    colours = {**LINES, "muon_apart": "#6a9a4a", "muon_matched": "#8e6bbf"}
     for axes, task in zip(panels[:, :3].flat, results["updates"], strict=False):
         lines = [(TITLES[name], colours[name], curve(rows, task, name)) for name in TITLES]
         draw_lines(axes, [line for line in lines if line[2]])
@@ -236,7 +250,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    options.lrs = {name: lrs[1:2] if options.quick else lrs for name, lrs in LRS.items()}
+    options.lrs = {name: lrs[:2] if options.quick else lrs for name, lrs in LRS.items()}
     if options.quick:
         options.seeds = options.seeds[:1]
 
