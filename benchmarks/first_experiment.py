@@ -43,7 +43,7 @@ TITLES = {
 }
 README_LR = 8e-3
 LRS = {
-    "adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+    "adamw": (1e-3, 2e-3, 4e-3, 8e-3),
     "muon": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
     "muon_apart": (4e-3, 8e-3, 1.6e-2),
     "muon_matched": (USUAL_LR,),

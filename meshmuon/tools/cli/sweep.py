@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import Muon
 from ...errors import ConfigError, RoutingWarning
+from ...optim.muon import Muon
 from ...plan import table
 from ..simulate.modules import import_function
 from .output import printing
