@@ -86,7 +86,7 @@ class Sweep:
     """The runs of one function with the given seeds, and the file that keeps them."""
 
     def __init__(self, target: str, seeds: Sequence[int], folder: Path) -> None:
-        self.target, self.train, self.seeds = target, import_function("train", target), seeds
+        self.target, self.train, self.seeds = target, import_function("train", target), tuple(dict.fromkeys(seeds))
         self.folder, self.path = folder, folder / "sweep.json"
         source = inspect.getsourcefile(self.train) if inspect.isfunction(self.train) else None
         self._digest = hashlib.blake2b(Path(source).read_bytes(), digest_size=8).hexdigest() if source else ""
@@ -100,19 +100,18 @@ class Sweep:
         """Trains with every seed that is not saved."""
         for seed in self.seeds:
             if all((run.optimizer, run.lr, run.seed) != (optimizer, lr, seed) for run in self._saved):
-                with _progress(
-                    f"{optimizer}, lr {lr:g}, seed {seed}", max((run.steps for run in self._saved), default=0)
-                ) as shown:
+                steps = max((run.steps for run in self._saved), default=0)
+                with _progress(f"{optimizer}, lr {lr:g}, seed {seed}", steps) as shown:
                     self._saved.append(self._trained(optimizer, lr, seed, shown))
                 self._write()
 
     def losses(self, optimizer: str) -> dict[float, float]:
-        """The mean loss over the seeds by lr; infinite where a run diverged."""
+        """The mean loss over the seeds by lr, of those that have all seeds; infinite where a run diverged."""
         by_lr: dict[float, list[float]] = {}
         for run in self.runs:
             if run.optimizer == optimizer:
                 by_lr.setdefault(run.lr, []).append(math.inf if run.loss is None else run.loss)
-        return {lr: sum(losses) / len(losses) for lr, losses in sorted(by_lr.items())}
+        return {lr: sum(losses) / len(losses) for lr, losses in sorted(by_lr.items()) if len(losses) == len(self.seeds)}
 
     def lr_beyond_the_best(self) -> float | None:
         """Twice Muon's largest lr or half its smallest if that is the best one; else None."""

@@ -100,6 +100,11 @@ def test_a_run_that_is_saved_is_not_trained_again(tmp_path: Path, capsys: pytest
     sweep("train", tmp_path, "--lrs", "0.002", "0.016", "--adamw-lrs", "0.001")
     assert [optimizer.param_groups[0]["lr"] for optimizer in BUILT[3:]] == [0.016]
     assert "lr=0.002) with 0.0000" in capsys.readouterr().out.splitlines()[-2]
+    sweep("train", tmp_path, "--seeds", "0", "3", "--lrs", "0.016")
+    assert capsys.readouterr().out.splitlines()[2:4] == [
+        "AdamW      0.001  3.5000                 best",
+        "Muon       0.016  10.5000                best",
+    ], "only those with both seeds"
     with pytest.raises(SystemExit):
         sweep("train_validated", tmp_path)
     assert f"holds runs of other code than {HERE}:train_validated now has" in capsys.readouterr().err
