@@ -41,7 +41,7 @@ TITLES = {
     "muon_apart": f"meshmuon, adamw_lr={USUAL_LR:g}",
     "muon_matched": "meshmuon, rms of every step as AdamW's",  # a warm-up of the rule, from what AdamW's run measured
 }
-README_LR = 8e-3
+README_LR = 4e-3  # what README shows
 LRS = {
     "adamw": (1e-3, 2e-3, 4e-3, 8e-3),
     "muon": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
@@ -154,10 +154,11 @@ def curve(rows: Iterable[Row], task: str, optimizer: str) -> dict[float, list[fl
     return {lr: [loss for loss in seeds if loss is not None] for lr, seeds in sorted(losses.items()) if None not in seeds}
 
 
-def gain(rows: Sequence[Row], task: str, lr: float) -> float:
-    """AdamW's mean loss at its usual lr minus Muon's at ``lr``; nan if one of them diverged."""
-    muon, adamw = curve(rows, task, "muon").get(lr), curve(rows, task, "adamw").get(USUAL_LR)
-    return statistics.mean(adamw) - statistics.mean(muon) if muon and adamw else math.nan
+def gain(rows: Sequence[Row], task: str, lr: float, adamw_lr: float | None = USUAL_LR) -> float:
+    """AdamW's mean loss, at its best lr for None, minus Muon's at ``lr``; nan if one of them diverged."""
+    muon, adamw = curve(rows, task, "muon").get(lr), curve(rows, task, "adamw")
+    compared = adamw.get(best(adamw) if adamw_lr is None and adamw else adamw_lr)
+    return statistics.mean(compared) - statistics.mean(muon) if muon and compared else math.nan
 
 
 def cell(losses: dict[float, list[float]], lr: float, tried: bool) -> str:
@@ -219,9 +220,16 @@ def to_json(rows: list[Row]) -> dict[str, Any]:
 
 def goals(rows: list[Row], options: argparse.Namespace) -> list[Goal]:
     gains = [gain(rows, task, README_LR) for task in options.tasks]
+    tuned = [gain(rows, task, README_LR, None) for task in options.tasks]
+    text = f"meshmuon at lr {README_LR:g} beside AdamW at"
     return [
-        Goal(f"AdamW's loss at lr {USUAL_LR:g} minus meshmuon's at {README_LR:g}: the least of all tasks", min(gains), least=0.0),
-        Goal("tasks on which meshmuon is better there", sum(value > 0 for value in gains), least=len(gains) // 2 + 1),
+        Goal(f"{text} {USUAL_LR:g}: the smallest gain of all tasks", min(gains), least=0.0),
+        Goal(
+            f"{text} {USUAL_LR:g}: tasks on which meshmuon is better",
+            sum(value > 0 for value in gains),
+            least=len(gains) // 2 + 1,
+        ),
+        Goal(f"{text} its best lr: the smallest gain of all tasks", min(tuned), least=0.0),
     ]
 
 
