@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import common  # first: it sets what torch reads when it starts
 import torch
 from common import Goal, Report
+from figures import log_axis
 from small_tasks import TASKS, Task
 from torch import Tensor, nn
 from tuning import LINES, best, draw_lines
@@ -135,14 +136,15 @@ def measure(options: argparse.Namespace, report: Report) -> list[Row]:
     tasks = {name: replace(TASKS[name], steps=3, width=8) if options.quick else TASKS[name] for name in options.tasks}
     kept = options.keep.read_text().splitlines() if options.keep and options.keep.exists() else []
     done = {tuple(row[key] for key in KEYS): row for row in map(json.loads, kept)}
-    for run in report.each([run for run in grid(options) if run not in done], "{0[0]}, {0[1]}, lr {0[2]}, seed {0[3]}".format):
+    missing = [] if options.kept_only else [run for run in grid(options) if run not in done]
+    for run in report.each(missing, "{0[0]}, {0[1]}, lr {0[2]}, seed {0[3]}".format):
         task, name, lr, seed = run
         rms = done[task, "adamw", lr, seed]["rms"] if name == "muon_matched" else ()
         done[run] = dict(zip(KEYS, run, strict=True)) | trained(tasks[task], name, lr, seed, rms)
         if options.keep:
             with options.keep.open("a") as file:
                 file.write(json.dumps(done[run]) + "\n")
-    return [done[run] for run in grid(options)]
+    return [done[run] for run in grid(options) if run in done]
 
 
 def curve(rows: Iterable[Row], task: str, optimizer: str) -> dict[float, list[float]]:
@@ -155,16 +157,20 @@ def curve(rows: Iterable[Row], task: str, optimizer: str) -> dict[float, list[fl
 
 
 def gain(rows: Sequence[Row], task: str, lr: float, adamw_lr: float | None = USUAL_LR) -> float:
-    """AdamW's mean loss, at its best lr for None, minus Muon's at ``lr``; nan if one of them diverged."""
-    muon, adamw = curve(rows, task, "muon").get(lr), curve(rows, task, "adamw")
-    compared = adamw.get(best(adamw) if adamw_lr is None and adamw else adamw_lr)
-    return statistics.mean(compared) - statistics.mean(muon) if muon and compared else math.nan
+    """AdamW's loss, at its best lr for None, minus Muon's at ``lr``: the mean over the seeds of both; nan if one diverged."""
+    adamw = curve(rows, task, "adamw")
+    compared = best(adamw) if adamw_lr is None and adamw else adamw_lr
+    losses = {(row["optimizer"], row["lr"], row["seed"]): row["loss"] for row in rows if row["task"] == task}
+    pairs = [(losses.get(("adamw", compared, seed)), losses.get(("muon", lr, seed))) for seed in {row["seed"] for row in rows}]
+    gains = [ours[0] - ours[1] for ours in pairs if ours[0] is not None and ours[1] is not None]
+    return statistics.mean(gains) if gains and lr in curve(rows, task, "muon") else math.nan
 
 
 def cell(losses: dict[float, list[float]], lr: float, tried: bool) -> str:
     if lr not in losses:
         return "diverged" if tried else "–"
-    return f"{statistics.mean(losses[lr]):.4f}{' *' if lr == best(losses) else ''}"
+    fewer = len(losses[lr]) < max(map(len, losses.values()))
+    return f"{statistics.mean(losses[lr]):.4f}{f' ({len(losses[lr])})' if fewer else ''}{' *' if lr == best(losses) else ''}"
 
 
 def show(rows: list[Row], report: Report) -> None:
@@ -172,12 +178,12 @@ def show(rows: list[Row], report: Report) -> None:
     lines = []
     for task, optimizer in product(tasks, TITLES):
         losses = curve(rows, task, optimizer)
-        spread = max(max(seeds) - min(seeds) for seeds in losses.values())
+        spread = max((max(seeds) - min(seeds) for seeds in losses.values()), default=0.0)
         tried = {row["lr"] for row in rows if (row["task"], row["optimizer"]) == (task, optimizer)}
         cells = [cell(losses, lr, lr in tried) for lr in lrs]
         lines.append((task, TITLES[optimizer], *cells, f"{spread:.4f}"))
     columns = ("task", "optimizer", *(f"lr {lr:g}" for lr in lrs), "seeds differ by ≤")
-    report.table("validation loss after the last step, mean over seeds; * the best", columns, lines)
+    report.table("validation loss after the last step, mean over seeds (over how many, if fewer); * the best", columns, lines)
     report.table(
         f"AdamW's loss at lr {USUAL_LR:g} minus meshmuon's: above 0 meshmuon is better",
         ("task", *(f"lr {lr:g}" for lr in LRS["muon"])),
@@ -247,13 +253,15 @@ def plot(results: dict[str, Any], figure: Figure) -> None:
         for task, sizes in results["updates"].items():
             axes.plot([10 * k + 1 for k in range(len(sizes[which]))], sizes[which], label=task)
         axes.axhline(assumed, color=common.COLOURS["line"], ls="--", label="Muon's")
-        axes.set(title=title, xlabel="step", yscale="log")
+        axes.set(title=title, xlabel="step")
+        log_axis(axes, "y", [0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 20, 40])
         axes.legend(fontsize=8)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", choices=TASKS, nargs="+", default=list(TASKS), help="tasks (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default 0 1 2)")
+    parser.add_argument("--kept-only", action="store_true", help="train nothing: show what --keep has")
     parser.add_argument("--keep", type=Path, help="file for the runs that are done: the same command continues after them")
 
 
