@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..device import copy_to
 from ..errors import KernelError
+from .int8 import Int8View, dequantise, quantise
 from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
 
 Tensors: TypeAlias = "list[Tensor]"
@@ -171,6 +172,18 @@ class Elementwise:
         """Copies each source to its target."""
         torch._foreach_copy_(targets, sources)
 
+    def quantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the numbers of each view as int8."""
+        scratch = RoundingScratch()
+        for view in views:
+            quantise(view.numbers, view.quanta, view.scales, view.first, scratch=scratch)
+
+    def dequantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the int8 of each view as numbers."""
+        scratch = RoundingScratch()
+        for view in views:
+            dequantise(view.quanta, view.scales, view.numbers, view.first, scratch=scratch)
+
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills tensors with ``value`` where ``mask``, on a device, broadcast and constant along rows, is not 0."""
         mask = mask != 0
@@ -191,7 +204,7 @@ class Elementwise:
 class _Nothing(Elementwise):
     """Leaves everything as it is."""
 
-    accumulate = fill = apply = copy = fill_if = lambda *_, **__: None  # type: ignore[assignment]
+    accumulate = fill = apply = copy = quantise = dequantise = fill_if = lambda *_, **__: None  # type: ignore[assignment]
 
 
 _PLAIN = Elementwise()

@@ -6,6 +6,7 @@ column of the whole matrix (its last dim, as stored). The last block of a row ma
 bits that the whole matrix would get; who cuts a block must know the scale of the whole block.
 
 - ``quantise(numbers, quanta, scales, first)`` writes int8 and the scales, bfloat16 of shape ``scales_shape(shape, first)``.
+  They may also be given as their bytes: int8, twice as many in the last dim, at any address.
 - ``dequantise(quanta, scales, out, first)`` is quanta · scale, which is exact in float32; ``out`` rounds to its dtype.
 - ``round_to_int8(numbers, first)`` is both in place: what arrives after a journey in int8.
 
@@ -28,22 +29,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..device import known_to_host
+from ..plan import BLOCK, SCALE_BYTES
 from .rounding import RandomWords, RoundingScratch, chunks_of, noise_from
 
-BLOCK = 128
-"""Elements of a row that share a scale."""
-
 SCALE_DTYPE = torch.bfloat16
-SCALE_BYTES = 2
 
 # Numbers of float32: the one nearest to 1/127, the smallest normal one, the largest scale whose 127-fold is finite.
 PER_AMAX, LEAST_SCALE, MOST_SCALE = 0.007874015718698502, 2.0**-126, 2.679225179003971e36
 _ROUNDS = 1.5 * 2**23  # added to a number of less than 2²² in float32, leaves the nearest integer; of two, the even one
+
+
+@dataclass(frozen=True, slots=True)
+class Int8View:
+    """Numbers, and where they are in int8: views of shapes (…, rows, cols), the scales as bytes, (…, rows, 2 · blocks)."""
+
+    numbers: Tensor
+    quanta: Tensor
+    scales: Tensor
+    first: int  # column of the whole matrix where they begin, modulo ``BLOCK``
 
 
 def blocks_in(cols: int, first: int = 0) -> int:
@@ -84,7 +93,10 @@ def quantise(
             lost = torch.isnan(scale)
             if not known_to_host(lost) or lost.any():
                 target.masked_fill_(lost.unsqueeze(-1), 0)  # a NaN may have become any integer
-            scale_rows[..., blocks] = scale
+            if scales.dtype == torch.int8:
+                scale_rows[..., _byte_range(blocks)] = scale.to(SCALE_DTYPE).view(torch.int8)
+            else:
+                scale_rows[..., blocks] = scale
 
 
 def dequantise(quanta: Tensor, scales: Tensor, out: Tensor, first: int = 0, scratch: RoundingScratch | None = None) -> None:
@@ -95,7 +107,9 @@ def dequantise(quanta: Tensor, scales: Tensor, out: Tensor, first: int = 0, scra
         for cols, blocks in _parts(quanta.shape[-1], first):
             part, target = _blocked(quanta_rows[..., cols]), _blocked(out_rows[..., cols])
             numbers = target if out.dtype == torch.float32 else scratch.take("ratios", part.shape, torch.float32, part.device)
-            torch.mul(part, scale_rows[..., blocks].unsqueeze(-1).float(), out=numbers)
+            as_bytes = scales.dtype == torch.int8  # which may begin at any address
+            scale = scale_rows[..., _byte_range(blocks)].clone().view(SCALE_DTYPE) if as_bytes else scale_rows[..., blocks]
+            torch.mul(part, scale.unsqueeze(-1).float(), out=numbers)
             if numbers is not target:
                 target.copy_(numbers)
 
@@ -107,6 +121,10 @@ def round_to_int8(numbers: Tensor, first: int = 0, words: RandomWords | None = N
     scales = torch.empty(scales_shape(numbers.shape, first), dtype=SCALE_DTYPE, device=numbers.device)
     quantise(numbers, quanta, scales, first, words, scratch)
     dequantise(quanta, scales, numbers, first, scratch)
+
+
+def _byte_range(blocks: slice) -> slice:
+    return slice(SCALE_BYTES * blocks.start, SCALE_BYTES * blocks.stop)
 
 
 def _scales(amax: Tensor) -> Tensor:

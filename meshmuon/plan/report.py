@@ -97,6 +97,7 @@ def _content(plan: PlanData) -> dict[str, Any]:
             "layout_numbers": [layouts.setdefault(layout, len(layouts)) for layout in param.layouts],
             "flops_per_matrix": param.flops,
             "bytes_per_element": param.itemsize,
+            "bytes_per_element_back": param.itemsize_back,
             "stack_dims": param.stack_dims,
             "lane": list(param.lane) if isinstance(param.lane, tuple) else str(param.lane),
             "share": param.share,

@@ -217,7 +217,7 @@ class _Counter:
         for task in plan.tasks:
             if task.wave != NO_WAVE:
                 part, replica = self._parts[task.param], task.sharded.holdings[task.owner][1]
-                of_matrix = lists[task.wave].setdefault(numbers[task.sharded], set())
+                of_matrix = lists[task.wave].setdefault(numbers[task.sharded, plan.params[task.param].wire], set())
                 of_matrix.add((part.fill_list, part.apply_list, replica))
                 staged[task.wave] = part.staged
         kinds = plan.wave_owners.kinds

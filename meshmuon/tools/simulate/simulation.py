@@ -185,7 +185,7 @@ class SimulatedStage:
             several_nodes=plan.options.nodes is not None,
             weight=options.param_dtype.itemsize,
             momentum=(options.momentum_dtype or torch.float32).itemsize,
-            wire=max((param.itemsize for param in plan.params), default=4),
+            wire=max((param.wire.itemsize for param in plan.params), default=4),
         )
         muon, adamw = _local_sizes(planned, muon=True), _local_sizes(planned, muon=False)
         peers = count_peers(plan)
