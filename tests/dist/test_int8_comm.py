@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmuon import Muon
+from meshmuon import ConfigError, Muon
 from meshmuon.execute import buffers, int8
 from meshmuon.plan import NO_WAVE, wire
 from tests.dist.test_cases import GENERATE, Drawn
@@ -46,7 +46,7 @@ def exact(dtypes: Any) -> bool:
     return not any(dtype is torch.bfloat16 for dtype in (dtypes if isinstance(dtypes, tuple) else (dtypes,)))
 
 
-@settings(max_examples=60, phases=GENERATE, deadline=None)
+@settings(max_examples=25, phases=GENERATE, deadline=None)
 @given(cases(steps=3), st.sampled_from(DTYPES), st.sampled_from([3, 4, 128]))
 def test_any_case_has_the_bits_of_the_rounding_reference_path(drawn: Drawn, dtypes: Any, block: int) -> None:
     case, layouts, replica_group = drawn
@@ -58,7 +58,10 @@ def test_any_case_has_the_bits_of_the_rounding_reference_path(drawn: Drawn, dtyp
         meshes, steps, moves = layouts.build(), list[Any](), dict[int, set[bool]]()
 
         def watch(optimizer: Muon) -> None:
-            names = [param.name for param in optimizer.plan().params]
+            try:
+                names = [param.name for param in optimizer.plan().params]
+            except ConfigError:  # all steps so far were skipped
+                return
             for task in optimizer.plan().tasks:
                 moves.setdefault(int(names[task.param].split(".")[1]), set()).add(task.wave != NO_WAVE)
             if not case.spoilt:
