@@ -347,9 +347,8 @@ def _costs_on(machine: Machine | None, record: ParamRecord, *, several_nodes: bo
     dtype = str(record.compute_dtype).removeprefix("torch.")
     if machine is None or machine.device == "cpu" or dtype not in machine.peak_flops:
         return cost_model_for(record.work_device.type, several_nodes=several_nodes)
-    wire = Wire(*(dtype.itemsize for dtype in record.comm_dtype))
-    itemsizes = {"weight": record.param.dtype.itemsize, "wire": wire.itemsize}
-    return machine.rates_for(dtype, several_nodes=several_nodes, **itemsizes)
+    wire = Wire(*(dtype.itemsize for dtype in record.comm_dtype)).itemsize
+    return machine.rates_for(dtype, several_nodes=several_nodes, weight=record.param.dtype.itemsize, wire=wire)
 
 
 def fingerprint_of(values: object) -> int:

@@ -67,8 +67,8 @@ class Way(NamedTuple):
         at_end = [(transfer, offset // dtype.itemsize) for transfer, offset in staying]
         return cls(dtype, offsets_of(own, size=size), at_end, offsets_of(owned, size=size))
 
-    def of_dtype(self, *buffers: Tensor) -> list[Tensor]:
-        return [buffer.view(self.dtype) for buffer in buffers]
+    def of_dtype(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return first.view(self.dtype), second.view(self.dtype)
 
     def places(self, matrices: Tensor, shards: Tensor) -> Places:
         """All pieces of matrices that this rank owns."""

@@ -150,8 +150,8 @@ class PlanData:
             if not param.private:
                 layouts = [layout_numbers.setdefault(layout, len(layout_numbers)) for layout in param.layouts]
                 details = param.stack_dims, param.itemsize, param.flops, param.share, param.window
-                details += () if param.itemsize_back is None else (param.itemsize_back,)
-                hasher.update(repr((param.name, layouts, details, str(param.lane), param.how)).encode())
+                back = () if param.itemsize_back is None else (param.itemsize_back,)
+                hasher.update(repr((param.name, layouts, details, str(param.lane), param.how, *back)).encode())
         for layout in layout_numbers:
             hasher.update(repr((layout.shape, layout.mesh.shape, layout.mesh.ranks, layout.placements)).encode())
         shared = [(task.owner, task.wave) for task in self.tasks if not self.params[task.param].private]

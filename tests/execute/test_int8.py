@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshmuon.execute import rounding
-from meshmuon.execute.int8 import BLOCK, blocks_in, dequantise, quantise, round_to_int8, scales_shape
+from meshmuon.execute.int8 import blocks_in, dequantise, quantise, round_to_int8, scales_shape
 from meshmuon.execute.rounding import RandomWords, elements_held
+from meshmuon.plan import BLOCK
 
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...agree.local_planner import LocalPlanner, PlanSettings, Topology
 from ...device import memory_budget_for
 from ...errors import ConfigError
+from ...execute import CommDtypeLike
 from ...layout import Layout, Mesh, Placement, ShardedMatrix, coordinates, length
 from ...matrices import MatrixOptions, check_matrices
 from ...ortho import Scheme, SchemeLike, resolve_scheme, scheme_for
@@ -44,7 +45,7 @@ class MuonOptions:
     """The options of ``Muon`` that shape a plan, with their defaults, and the dtype of the weights."""
 
     replicas: str = "auto"
-    comm_dtype: torch.dtype | None = None
+    comm_dtype: CommDtypeLike = None
     scheme: SchemeLike = "auto"
     ns_steps: int = 5
     memory_budget: int | None = None  # None: what a job on the machine chooses
