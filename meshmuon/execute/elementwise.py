@@ -285,6 +285,18 @@ class FusedElementwise(Elementwise):
         for fused, (t, s) in _by_dtype(targets, sources):
             (self._kernels if fused else self._plain).copy(t, s)
 
+    def quantise(self, views: Sequence[Int8View]) -> None:
+        from .int8_kernels import to_int8
+
+        for fused, of_dtype in _views_by_dtype(views):
+            to_int8(self._kernels, of_dtype) if fused else self._plain.quantise(of_dtype)
+
+    def dequantise(self, views: Sequence[Int8View]) -> None:
+        from .int8_kernels import from_int8
+
+        for fused, of_dtype in _views_by_dtype(views):
+            from_int8(self._kernels, of_dtype) if fused else self._plain.dequantise(of_dtype)
+
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         for fused, (of_dtype,) in _by_dtype(tensors):
             (self._kernels if fused else self._plain).fill_if(of_dtype, copy_to(mask, of_dtype[0].device), value)
@@ -302,6 +314,15 @@ class FusedElementwise(Elementwise):
                 others += of_dtype
         found = [flag[0] > 0 for flag in flags.values()] + ([_PLAIN.any_nonfinite(others, device)] if others else [])
         return reduce(torch.logical_or, (copy_to(flag, device) for flag in found))
+
+
+def _views_by_dtype(views: Sequence[Int8View]) -> Iterator[tuple[bool, list[Int8View]]]:
+    """The same for views of int8, by the dtype of their numbers."""
+    groups: dict[Hashable, list[Int8View]] = {}
+    for view in views:
+        groups.setdefault((view.numbers.dtype, view.numbers.device), []).append(view)
+    for (dtype, device), members in groups.items():
+        yield device.type == "cuda" and dtype in _FUSED, members
 
 
 _FUSED = {torch.float32, torch.bfloat16, torch.float16}

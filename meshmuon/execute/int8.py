@@ -42,7 +42,7 @@ SCALE_DTYPE = torch.bfloat16
 
 # Numbers of float32: the one nearest to 1/127, the smallest normal one, the largest scale whose 127-fold is finite.
 PER_AMAX, LEAST_SCALE, MOST_SCALE = 0.007874015718698502, 2.0**-126, 2.679225179003971e36
-_ROUNDS = 1.5 * 2**23  # added to a number of less than 2²² in float32, leaves the nearest integer; of two, the even one
+ROUNDS = 1.5 * 2**23  # added to a number of less than 2²² in float32, leaves the nearest integer; of two, the even one
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +78,27 @@ def quantise(
     for cut in _cuts(numbers):
         rows, quanta_rows, scale_rows = numbers[cut], quanta[cut], scales[cut]
         noise = None if words is None else noise_from(words.cut_out(cut), rows.shape, scratch)
-        for cols, blocks in _parts(numbers.shape[-1], first):
-            part = _blocked(rows[..., cols])
+        for cols, blocks in parts_of(numbers.shape[-1], first):
+            part = blocked(rows[..., cols])
             if part.dtype != torch.float32:
                 part = scratch.take("wide", part.shape, torch.float32, part.device).copy_(part)
             ratios = scratch.take("ratios", part.shape, torch.float32, part.device)
             scale = _scales(torch.abs(part, out=ratios).amax(-1))
             torch.div(part, scale.unsqueeze(-1), out=ratios)
             if noise is None:
-                ratios.add_(_ROUNDS).sub_(_ROUNDS)  # as ``round_``, and 20 times as fast
+                ratios.add_(ROUNDS).sub_(ROUNDS)  # as ``round_``, and 20 times as fast
             else:  # a multiple of 2⁻¹⁶ and a half of it: an integer stays what it is
-                ratios.add_(_blocked(noise[..., cols]).float().add_(0.5).mul_(2.0**-16)).floor_()
-            target = _blocked(quanta_rows[..., cols]).copy_(ratios.clamp_(-127, 127))
+                ratios.add_(blocked(noise[..., cols]).float().add_(0.5).mul_(2.0**-16)).floor_()
+            target = blocked(quanta_rows[..., cols]).copy_(ratios.clamp_(-127, 127))
             lost = torch.isnan(scale)
             if not known_to_host(lost) or lost.any():
                 target.masked_fill_(lost.unsqueeze(-1), 0)  # a NaN may have become any integer
+            # By its bits: what a NaN becomes in a conversion depends on the CPU.
+            narrow = (scale.view(torch.int32) >> 16).to(torch.int16).view(SCALE_DTYPE)
             if scales.dtype == torch.int8:
-                scale_rows[..., _byte_range(blocks)] = scale.to(SCALE_DTYPE).view(torch.int8)
+                scale_rows[..., _byte_range(blocks)] = narrow.view(torch.int8)
             else:
-                scale_rows[..., blocks] = scale
+                scale_rows[..., blocks] = narrow
 
 
 def dequantise(quanta: Tensor, scales: Tensor, out: Tensor, first: int = 0, scratch: RoundingScratch | None = None) -> None:
@@ -104,8 +106,8 @@ def dequantise(quanta: Tensor, scales: Tensor, out: Tensor, first: int = 0, scra
     scratch = RoundingScratch() if scratch is None else scratch
     for cut in _cuts(quanta):
         quanta_rows, scale_rows, out_rows = quanta[cut], scales[cut], out[cut]
-        for cols, blocks in _parts(quanta.shape[-1], first):
-            part, target = _blocked(quanta_rows[..., cols]), _blocked(out_rows[..., cols])
+        for cols, blocks in parts_of(quanta.shape[-1], first):
+            part, target = blocked(quanta_rows[..., cols]), blocked(out_rows[..., cols])
             numbers = target if out.dtype == torch.float32 else scratch.take("ratios", part.shape, torch.float32, part.device)
             as_bytes = scales.dtype == torch.int8  # which may begin at any address
             scale = scale_rows[..., _byte_range(blocks)].clone().view(SCALE_DTYPE) if as_bytes else scale_rows[..., blocks]
@@ -139,7 +141,7 @@ def _cuts(tensor: Tensor) -> Iterator[tuple[slice, ...]]:
     return chunks_of(tensor.shape[:-1], tensor.device, unit=tensor.shape[-1]) if tensor.numel() else iter(())
 
 
-def _parts(cols: int, first: int) -> Iterator[tuple[slice, slice]]:
+def parts_of(cols: int, first: int) -> Iterator[tuple[slice, slice]]:
     """Columns in blocks of equal length, and the numbers of these blocks: the cut first one, whole ones, a short last one."""
     start, block = 0, 0
     head = min(cols, -first % BLOCK)
@@ -150,6 +152,6 @@ def _parts(cols: int, first: int) -> Iterator[tuple[slice, slice]]:
             start, block = start + length, block + count
 
 
-def _blocked(part: Tensor) -> Tensor:
-    """A view of columns from ``_parts``: (…, blocks, elements of a block)."""
+def blocked(part: Tensor) -> Tensor:
+    """A view of columns from ``parts_of``: (…, blocks, elements of a block)."""
     return torch.unflatten(part, -1, (max(1, part.shape[-1] // BLOCK), -1))

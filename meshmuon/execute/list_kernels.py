@@ -334,11 +334,11 @@ class ListTable:
     """The table of a list of tensors on one device, and how a kernel is launched over it.
 
     ``operands`` has one list per operand; tensors at the same place have the same shape. The last ``broadcast`` ones are read
-    element by element.
+    element by element. With ``by_rows``, a row of a tile is the innermost dim of a tensor, which is at most ``TILE`` long.
     """
 
-    def __init__(self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0) -> None:
-        rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors)]
+    def __init__(self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0, *, by_rows: bool = False) -> None:
+        rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors, by_rows=by_rows)]
         inner = max((row[DIMS - 1] for row in rows), default=1)
         self.tile_cols = min(TILE, triton.next_power_of_2(inner))
         self.tile_rows = TILE // self.tile_cols
@@ -350,7 +350,7 @@ class ListTable:
             self.tiles += across * -(-outer // self.tile_rows)
         self.tensors = len(rows)
         self.width = 2 + DIMS + len(operands) * (1 + DIMS)
-        self.dense = all(_is_dense(row, len(operands) - broadcast) for row in rows)
+        self.dense = not by_rows and all(_is_dense(row, len(operands) - broadcast) for row in rows)
         device = operands[0][0].device
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
@@ -373,10 +373,11 @@ class ListTable:
         return empty
 
 
-def _rows(tensors: Sequence[Tensor]) -> list[list[int]]:
+def _rows(tensors: Sequence[Tensor], *, by_rows: bool = False) -> list[list[int]]:
     """Rows of the table for one tensor of each operand: sizes, then address and strides per operand.
 
-    Neighbouring dims are joined if the strides of all operands allow it. A tensor of too many dims takes several rows.
+    Neighbouring dims are joined if the strides of all operands allow it; not the innermost one if ``by_rows``. A tensor of too
+    many dims takes several rows.
     """
     shape = tensors[0].shape
     if not tensors[0].numel():
@@ -385,16 +386,20 @@ def _rows(tensors: Sequence[Tensor]) -> list[list[int]]:
     strides: list[list[int]] = []
     for dim in reversed(range(len(shape))):
         step = [tensor.stride(dim) for tensor in tensors]
-        if shape[dim] == 1:
+        if shape[dim] == 1 and (sizes or not by_rows):
             continue
-        if sizes and all(outer == inner * sizes[0] for outer, inner in zip(step, strides[0], strict=True)):
+        if len(sizes) > by_rows and all(outer == inner * sizes[0] for outer, inner in zip(step, strides[0], strict=True)):
             sizes[0] *= shape[dim]
         else:
             sizes.insert(0, shape[dim])
             strides.insert(0, step)
     if len(sizes) > DIMS:
         split = next(dim for dim in range(len(shape)) if shape[dim] > 1)
-        return [row for parts in zip(*(tensor.unbind(split) for tensor in tensors), strict=True) for row in _rows(parts)]
+        return [
+            row
+            for parts in zip(*(tensor.unbind(split) for tensor in tensors), strict=True)
+            for row in _rows(parts, by_rows=by_rows)
+        ]
     missing = DIMS - len(sizes)
     row = [1] * missing + sizes
     for operand, tensor in enumerate(tensors):
@@ -420,9 +425,9 @@ class ListKernels:
         # If set, kernels are launched over tables without elements, inside of this context.
         self.only_compiles: Callable[[], AbstractContextManager[None]] | None = None
 
-    def _table(self, *operands: Sequence[Tensor], broadcast: int = 0) -> ListTable:
-        key = len(operands), broadcast, *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
-        table = self._tables.pop(key, None) or ListTable(operands, broadcast)
+    def _table(self, *operands: Sequence[Tensor], broadcast: int = 0, by_rows: bool = False) -> ListTable:
+        key = len(operands), broadcast, by_rows, *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
+        table = self._tables.pop(key, None) or ListTable(operands, broadcast, by_rows=by_rows)
         self._tables[key] = table  # the last one used is the last one in the dict
         if len(self._tables) > self.MOST_TABLES:
             del self._tables[next(iter(self._tables))]
@@ -434,6 +439,10 @@ class ListKernels:
             return
         with self.only_compiles():
             table.emptied().launch(kernel, *arguments, **constants)
+
+    def launch_by_rows(self, kernel: Any, operands: Sequence[Sequence[Tensor]], **constants: Any) -> None:
+        """Launches a kernel whose tiles have whole innermost dims as rows."""
+        self._launch(self._table(*operands, by_rows=True), kernel, **constants)
 
     def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
         """M ← retain·M + gain·G."""

@@ -135,8 +135,9 @@ def test_a_block_that_is_not_finite_comes_back_as_nan(flaw: float) -> None:
     numbers = seeded(3, 3 * BLOCK)
     clean = restored(numbers)
     numbers[1, BLOCK + 5] = flaw
-    quanta, _ = quantised(numbers)
+    quanta, scales = quantised(numbers)
     out = restored(numbers)
+    assert scales[1, 1].view(torch.int16) == 0x7FC0
     assert out[1, BLOCK : 2 * BLOCK].isnan().all()
     assert not quanta[1, BLOCK : 2 * BLOCK].any()
     out[1, BLOCK : 2 * BLOCK] = clean[1, BLOCK : 2 * BLOCK]
