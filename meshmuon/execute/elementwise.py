@@ -286,16 +286,12 @@ class FusedElementwise(Elementwise):
             (self._kernels if fused else self._plain).copy(t, s)
 
     def quantise(self, views: Sequence[Int8View]) -> None:
-        from .int8_kernels import to_int8
-
         for fused, of_dtype in _views_by_dtype(views):
-            to_int8(self._kernels, of_dtype) if fused else self._plain.quantise(of_dtype)
+            (self._kernels if fused else self._plain).quantise(of_dtype)
 
     def dequantise(self, views: Sequence[Int8View]) -> None:
-        from .int8_kernels import from_int8
-
         for fused, of_dtype in _views_by_dtype(views):
-            from_int8(self._kernels, of_dtype) if fused else self._plain.dequantise(of_dtype)
+            (self._kernels if fused else self._plain).dequantise(of_dtype)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         for fused, (of_dtype,) in _by_dtype(tensors):
@@ -325,7 +321,7 @@ def _views_by_dtype(views: Sequence[Int8View]) -> Iterator[tuple[bool, list[Int8
         yield device.type == "cuda" and dtype in _FUSED, members
 
 
-_FUSED = {torch.float32, torch.bfloat16, torch.float16}
+_FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
 
 
 def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -53,6 +53,16 @@ class Int8View:
     quanta: Tensor
     scales: Tensor
     first: int  # column of the whole matrix where they begin, modulo ``BLOCK``
+    # For kernels, equal shapes (…, blocks, elements of a block): numbers, quanta, and the first byte of the scale of each.
+    parts: tuple[tuple[Tensor, Tensor, Tensor], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = []
+        for cols, blocks in parts_of(self.numbers.shape[-1], self.first):
+            numbers, quanta = blocked(self.numbers[..., cols]), blocked(self.quanta[..., cols])
+            scales = self.scales[..., _byte_range(blocks)][..., ::SCALE_BYTES]
+            parts.append((numbers, quanta, scales.unsqueeze(-1).expand(numbers.shape)))
+        object.__setattr__(self, "parts", tuple(parts))
 
 
 def blocks_in(cols: int, first: int = 0) -> int:

@@ -7,15 +7,11 @@ GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
-from torch import Tensor
 
-from ..plan import SCALE_BYTES
-from .int8 import LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS, Int8View, blocked, parts_of
-from .list_kernels import _KINDS, ListKernels, _jit, _locate, _offsets, _pointers, _read, _write
+from .int8 import LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS
+from .list_kernels import _KINDS, _jit, _locate, _offsets, _pointers, _read, _write
 
 _LEAST, _MOST = tl.constexpr(LEAST_SCALE), tl.constexpr(MOST_SCALE)
 _PER_AMAX, _ROUNDS = tl.constexpr(PER_AMAX), tl.constexpr(ROUNDS)
@@ -23,7 +19,7 @@ _BYTES = tl.constexpr(_KINDS[torch.bool])
 
 
 @_jit
-def _to_int8_kernel(
+def to_int8_kernel(
     table: tl.tensor,
     tensors: tl.tensor,
     kind_0: tl.constexpr,
@@ -54,7 +50,7 @@ def _to_int8_kernel(
 
 
 @_jit
-def _from_int8_kernel(
+def from_int8_kernel(
     table: tl.tensor,
     tensors: tl.tensor,
     kind_0: tl.constexpr,
@@ -74,26 +70,3 @@ def _from_int8_kernel(
     scale = ((high << 24) | (low << 16)).to(tl.float32, bitcast=True)
     address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
     _write(address, offsets, inside, quanta * scale, None, kind_0, dense)
-
-
-def to_int8(kernels: ListKernels, views: Sequence[Int8View]) -> None:
-    """Writes the numbers of each view as int8. They have one dtype."""
-    _launch(kernels, _to_int8_kernel, views)
-
-
-def from_int8(kernels: ListKernels, views: Sequence[Int8View]) -> None:
-    """Writes the int8 of each view as numbers. They have one dtype."""
-    _launch(kernels, _from_int8_kernel, views)
-
-
-def _launch(kernels: ListKernels, kernel: object, views: Sequence[Int8View]) -> None:
-    operands = list(zip(*(part for view in views for part in _parts(view)), strict=True))
-    kernels.launch_by_rows(kernel, operands, kind_0=_KINDS[views[0].numbers.dtype])
-
-
-def _parts(view: Int8View) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Equal shapes, (…, blocks, elements of a block): numbers, quanta, and the first byte of the scale for each of them."""
-    for cols, blocks in parts_of(view.numbers.shape[-1], view.first):
-        numbers, quanta = blocked(view.numbers[..., cols]), blocked(view.quanta[..., cols])
-        scales = view.scales[..., SCALE_BYTES * blocks.start : SCALE_BYTES * blocks.stop : SCALE_BYTES]
-        yield numbers, quanta, scales.unsqueeze(-1).expand(numbers.shape)

@@ -25,6 +25,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from torch import Tensor
 
 from ..device import copy_to
+from .int8 import Int8View
 
 TILE = 2048
 """Elements of a tile."""
@@ -40,7 +41,7 @@ _OPERAND = tl.constexpr(1 + DIMS)
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3, torch.int8: 3}
 """Dtypes that the kernels read and write, as they are told to the compiler."""
 
 
@@ -110,7 +111,7 @@ def _pointers(address: tl.tensor, offsets: tl.tensor, kind: tl.constexpr, dense:
     elif kind == 2:
         at = address.to(tl.pointer_type(tl.float16)) + offsets
     elif kind == 3:
-        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans
+        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans, too
     else:
         at = address.to(tl.pointer_type(tl.uint64)) + offsets
     if dense:
@@ -350,7 +351,8 @@ class ListTable:
             self.tiles += across * -(-outer // self.tile_rows)
         self.tensors = len(rows)
         self.width = 2 + DIMS + len(operands) * (1 + DIMS)
-        self.dense = not by_rows and all(_is_dense(row, len(operands) - broadcast) for row in rows)
+        as_bytes = any(tensors[0].dtype == torch.int8 for tensors in operands)  # at any address
+        self.dense = not as_bytes and all(_is_dense(row, len(operands) - broadcast) for row in rows)
         device = operands[0][0].device
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
@@ -440,9 +442,21 @@ class ListKernels:
         with self.only_compiles():
             table.emptied().launch(kernel, *arguments, **constants)
 
-    def launch_by_rows(self, kernel: Any, operands: Sequence[Sequence[Tensor]], **constants: Any) -> None:
-        """Launches a kernel whose tiles have whole innermost dims as rows."""
-        self._launch(self._table(*operands, by_rows=True), kernel, **constants)
+    def quantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the numbers of each view, which have one dtype, as int8."""
+        from .int8_kernels import to_int8_kernel
+
+        self._launch_on_blocks(to_int8_kernel, views)
+
+    def dequantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the int8 of each view as numbers, which have one dtype."""
+        from .int8_kernels import from_int8_kernel
+
+        self._launch_on_blocks(from_int8_kernel, views)
+
+    def _launch_on_blocks(self, kernel: Any, views: Sequence[Int8View]) -> None:
+        operands = list(zip(*(part for view in views for part in view.parts), strict=True))
+        self._launch(self._table(*operands, by_rows=True), kernel, kind_0=_KINDS[views[0].numbers.dtype])
 
     def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
         """M ← retain·M + gain·G."""

@@ -18,7 +18,11 @@ TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "bits": "i32"}
 
 
 def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, object]:
-    kernel = getattr(int8_kernels if "int8" in name else list_kernels, f"_{name.removeprefix('guarded ')}_kernel")
+    kernel = (
+        getattr(int8_kernels, f"{name}_kernel")
+        if "int8" in name
+        else getattr(list_kernels, f"_{name.removeprefix('guarded ')}_kernel")
+    )
     constants: dict[str, object] = {
         "width": 31,
         "tile_rows": 1 if dense else 16 if "int8" in name else 32,

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshmuon.execute import elementwise, int8, rounding
-from meshmuon.execute.int8_kernels import from_int8, to_int8
 from meshmuon.execute.list_kernels import ListKernels
 
 SPECIAL = (
@@ -129,10 +128,10 @@ def test_int8_has_the_bits_of_the_twin(data: st.DataObject, dtype: torch.dtype, 
             scales = memory[1 + numbers.numel() :][: 4 * rows * blocks].view(2, rows, 2 * blocks)
             made.append((memory, int8.Int8View(numbers.clone(), quanta, scales, first)))
     kernels = ListKernels()
-    to_int8(kernels, [view for _, view in views])
+    kernels.quantise([view for _, view in views])
     elementwise.Elementwise().quantise([view for _, view in twins])
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(views, twins, strict=True))
-    from_int8(kernels, [view for _, view in views])
+    kernels.dequantise([view for _, view in views])
     elementwise.Elementwise().dequantise([view for _, view in twins])
     assert all_same([view.numbers for _, view in views], [view.numbers for _, view in twins])
 
