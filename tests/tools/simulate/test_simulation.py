@@ -280,9 +280,8 @@ def test_a_much_faster_option_is_named_unless_it_is_refused_or_less_exact() -> N
     assert advice_from_choices([row("as chosen", 0.8), *slower]) == []
 
 
-@pytest.mark.parametrize("mesh", ["dp_replicate=4,dp_shard=4,tp=4", "dp_replicate=8,dp_shard=64"])
-def test_replicas_that_are_set_by_hand_are_not_faster(mesh: str) -> None:
-    """With waves of their own, plans in which all replicas share, or none do, were 2 to 4 % faster than the chosen one."""
-    model = load_model("llama3-8b")
+def test_replicas_that_are_set_by_hand_are_not_faster() -> None:
+    """With waves of its own, the plan in which all replicas share was 4 % faster than the chosen one."""
+    model, mesh = load_model("llama3-8b"), "dp_replicate=4,dp_shard=4,tp=4"
     auto, *by_hand = (simulate(model, mesh, param_dtype=torch.bfloat16, replicas=r).seconds for r in ("auto", "share", "repeat"))
     assert auto <= 1.01 * min(by_hand)
