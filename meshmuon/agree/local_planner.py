@@ -318,7 +318,7 @@ class LocalPlanner:
             itemsize=itemsize,
             itemsize_back=None if record.comm_dtype.scatter.itemsize == itemsize else record.comm_dtype.scatter.itemsize,
             flops=expected_flops(rows, cols, record.scheme, self._settings.form, record.compute_dtype, record.work_device),
-            share=True if record.mesh is None or may_fail(record.scheme, record.rule) else None,
+            share=True if record.mesh is None or may_fail(record.scheme, record.rules) else None,
             private=not layouts and len(ranks) > 1,  # on a single rank nothing is compared, so nothing is left out
             window=matrix_set.window,
             staged=record.device.type != record.work_device.type,

@@ -11,16 +11,15 @@ from .step_param import (
     CheckedUpdates,
     MatrixKey,
     Observer,
-    RuleChain,
     RunningStep,
     StepParam,
     StepSettings,
-    UpdateRule,
-    may_fail,
 )
+from .update_rule import RULE_STATE, UpdateRule, WeightNumbers, may_fail, rule_memories
 from .views import window_of
 
 __all__ = [
+    "RULE_STATE",
     "UNOBSERVED",
     "CheckedUpdates",
     "CommDtype",
@@ -35,16 +34,17 @@ __all__ = [
     "RandomWords",
     "ReferenceExecutor",
     "RoundingScratch",
-    "RuleChain",
     "RunningStep",
     "StepExecutor",
     "StepParam",
     "StepSettings",
     "UpdateRule",
+    "WeightNumbers",
     "advance_counters",
     "chunks_of",
     "elements_held",
     "may_fail",
     "round_stochastically",
+    "rule_memories",
     "window_of",
 ]

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, WaveHops, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
-from .buffers import RelayMemory, Stage, Staging, offsets_of
+from .buffers import PlacedTransfers, RelayMemory, Stage, Staging, offsets_of
 from .local_batch import STAGED_IN_FLIGHT, LocalBatch, StagedBatch
 from .ortho_batch import MATRICES, OrthoBatch
 from .program_builder import MatrixBatch, MatrixRange, ProgramBuilder, batch_size, gathers, scatters
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
-from .shards import MomentumViews, UpdateViews
+from .shards import MomentumViews, ShardView, UpdateViews
 from .wave import RankWave, Wave
+from .weight_sums import WeightSums, new_table
 from .wire_copies import FromInt8, ToInt8, Way, beside_wire, owned_batch, rounds_in_passing, unrounded_buffer
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
@@ -34,7 +35,7 @@ class RankProgram:
     first_sends_last: bool = False  # as there
     local: tuple[LocalBatch, ...] = ()  # matrices that need no exchange
     staged: tuple[StagedBatch, ...] = ()  # the same for weights in host memory
-    rule_states: tuple[RuleStateExchange, ...] = ()  # the rule state of the matrices that are exchanged, one per device and dtype
+    rule_states: tuple[RuleStateExchange, ...] = ()  # those of the matrices that are exchanged, one per device, dtype and memory
     freed_at_end: Sequence[int] = ()  # the parameters whose gradients no wave and no batch frees
     stagings: tuple[Staging, ...] = ()  # host memory between weights that are there and their devices
 
@@ -50,15 +51,13 @@ class RankProgramBuilder(ProgramBuilder):
         sizes = [wave_sizes(routes, self.lane_wire(k).nbytes) for k, routes in enumerate(self.routes)]
         self._reserve_buffers(sizes)
         frees, freed_at_end = self._freed_gradients([*local_batches, *staged_batches])
-        waves, owned_rule_state = [], dict[int, Tensor]()
+        waves, owned_rule_state = [], dict[tuple[int, int], Tensor]()
         for k, owned in enumerate(wave_batches):
             owned_batches = [(batch, self.ortho_batch(batch)) for batch in owned]
             waves.append(self._wave(k, sizes[k], owned_batches, frees[k]))
             for batch, ortho_batch in owned_batches:
-                if ortho_batch.rule_state is not None:
-                    owned_rule_state |= {
-                        matrix.task: numbers for matrix, numbers in zip(batch, ortho_batch.rule_state, strict=True)
-                    }
+                for memory, of_batch in enumerate(ortho_batch.rule_state):
+                    owned_rule_state |= {(m.task, memory): numbers for m, numbers in zip(batch, of_batch, strict=True)}
         local_frees = iter(frees[len(waves) :])
         local = [self._local_batch(batch, self.ortho_batch(batch), next(local_frees)) for batch in local_batches]
         for k, batch in enumerate(staged_batches):
@@ -97,13 +96,16 @@ class RankProgramBuilder(ProgramBuilder):
     ) -> LocalBatch:
         """A batch with the place of its matrices in the parameters; with views of ``in_host`` where they are staged."""
         stacked = ortho_batch.stacked if in_host is None else in_host
-        shards, rule_state, stop = [], [], 0
+        shards, rule_state, stop, sums = list[ShardView](), [], 0, None
+        if self.template(batch).scales:
+            sums = WeightSums(new_table(batch_size(batch), stacked.device))
         for matrix_range in batch:
             start, stop = stop, stop + matrix_range.stop - matrix_range.start
-            shards += self.shard_views(matrix_range, stacked[start:stop])
-            if ortho_batch.rule_state is not None:
-                rule_state += self.rule_state_views(matrix_range, ortho_batch.rule_state[start:stop])
-        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.momentum_slot(slot))
+            of_range = self.shard_views(matrix_range, stacked[start:stop])
+            shards += of_range if sums is None else [replace(shard, rows=slice(start, stop)) for shard in of_range]
+            for memory, of_batch in enumerate(ortho_batch.rule_state):
+                rule_state += self.rule_state_views(matrix_range, of_batch[start:stop], memory)
+        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.momentum_slot(slot), sums)
         return LocalBatch(ortho_batch, MomentumViews(shards, self.step_params), updates, rule_state, frees)
 
     def _staged_batch(self, batch: MatrixBatch, number: int, frees: Sequence[int]) -> StagedBatch:
@@ -191,16 +193,18 @@ class RankProgramBuilder(ProgramBuilder):
         staying = offsets_of(routes.staying, sizes.staying_offset, lambda piece: wire.nbytes.of(piece).held)  # in bytes
         gather = Way.of(wire.gather, routes.gather_out, routes.gather_in, staying)
         scatter = Way.of(wire.scatter, routes.scatter_in, routes.scatter_out, staying)
-        filled, rounding = beside_wire(self, gather, near_weights, None if rounds_in_passing(self, k) else unrounded, ToInt8)
+        filled, rounding = beside_wire(gather, near_weights, None if rounds_in_passing(self, k) else unrounded, ToInt8)
         in_int8 = scatter.dtype == torch.int8
-        received, restoring = beside_wire(self, scatter, near_weights, unrounded if in_int8 else None, FromInt8)
+        received, restoring = beside_wire(scatter, near_weights, unrounded if in_int8 else None, FromInt8)
         sent = {transfer.task for transfer in routes.gather_out}
         unsent = [(transfer, offset) for transfer, offset in scatter.own if transfer.task not in sent]
         routes_of_rank = partial(self.routes_of_wave, k)
         relayed = partial(RelayMemory, self.workspace, f"slot {slot}", base=wire.base)
         return Wave(
             params=params,
-            momentum_views=MomentumViews(filled, self.step_params, self.piece_views(unsent, near_weights.view(scatter.dtype))),
+            momentum_views=MomentumViews(
+                self.piece_views(*filled), self.step_params, self.piece_views(unsent, near_weights.view(scatter.dtype))
+            ),
             rounding=rounding,
             gather=self.prepare_exchange(
                 *gather.of_dtype(gathered, shards), gathers(routes_of_rank), relayed(direction="gather")
@@ -213,9 +217,7 @@ class RankProgramBuilder(ProgramBuilder):
                 *scatter.of_dtype(shards, results), scatters(routes_of_rank), relayed(direction="scatter")
             ),
             restoring=restoring,
-            update_views=UpdateViews(
-                received, self.step_params, RoundingScratch(self.workspace, "rounding beside"), self.momentum_slot(slot)
-            ),
+            update_views=self._update_views(k, *received),
             frees=frees,
             fallible=any(self.step_params[param].fallible for param in params),
             repeated=self.repeated,
@@ -224,3 +226,18 @@ class RankProgramBuilder(ProgramBuilder):
             beside=self.plan.first_sends_last,
             sends_last=self.plan.first_sends_last and k == 0,
         )
+
+    def _update_views(self, wave: int, placed: PlacedTransfers, buffer: Tensor) -> UpdateViews:
+        """The views of a wave's updates. The table of sums has a row for each of its tasks whose rules ask for them."""
+        tasks = (t for t, task in enumerate(self.plan.tasks) if task.wave == wave and self.step_params[task.param].scales)
+        rows, shards = {task: row for row, task in enumerate(tasks)}, list[ShardView]()
+        for transfer, offset in placed:
+            of_piece = self.piece_views([(transfer, offset)], buffer)
+            if (row := rows.get(transfer.task)) is not None:
+                holdings = self.plan.tasks[transfer.task].sharded.holdings
+                counted = self.rank == next(rank for rank in transfer.piece.holders if rank in holdings)
+                of_piece = [replace(shard, rows=slice(row, row + 1), counted=counted) for shard in of_piece]
+            shards += of_piece
+        template, slot = self.lane_template(wave), self.momentum_slot(wave % self.plan.options.in_flight)
+        sums = WeightSums(new_table(len(rows), template.param.device), template.work_device) if rows else None
+        return UpdateViews(shards, self.step_params, RoundingScratch(self.workspace, "rounding beside"), slot, sums)

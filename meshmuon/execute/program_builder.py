@@ -159,12 +159,12 @@ class ProgramBuilder:
         step_param = self.step_params[matrix_range.part_index]
         return self._cut(matrix_range, local_part(step_param.param), self._windows[matrix_range.part_index], view)
 
-    def rule_state_views(self, matrix_range: MatrixRange, view: Tensor) -> list[ShardView]:
-        """The same for the rule state of ``matrix_range``."""
+    def rule_state_views(self, matrix_range: MatrixRange, view: Tensor, memory: int) -> list[ShardView]:
+        """The same for the rule state of ``matrix_range``; ``memory`` counts the rules that remember."""
         step_param = self.step_params[matrix_range.part_index]
-        assert step_param.rule_state is not None
-        window = _local_window(rule_state_param(self.plan.params[matrix_range.part_index], step_param), self.rank)
-        return self._cut(matrix_range, local_part(step_param.rule_state), window, view)
+        window = _local_window(rule_state_param(self.plan.params[matrix_range.part_index], step_param, memory), self.rank)
+        shards = self._cut(matrix_range, local_part(step_param.rule_state[memory]), window, view)
+        return [replace(shard, memory=memory) for shard in shards]
 
     def piece_views(self, placed: PlacedTransfers, buffer: Tensor) -> list[ShardView]:
         """This rank's pieces in a flat buffer."""
@@ -265,15 +265,16 @@ def _sizes_by_peer(rank: int, transfers: Sequence[PieceTransfer], dtype: torch.d
     return sizes
 
 
-def rule_state_param(planned: PlannedParam, step_param: StepParam) -> PlannedParam:
-    """The rule state of a parameter as a separate parameter: on the same mesh, with the same placements.
+def rule_state_param(planned: PlannedParam, step_param: StepParam, memory: int) -> PlannedParam:
+    """What a rule keeps of a parameter as a separate parameter: on the same mesh, with the same placements.
 
     A (64, 48) weight has rule state of shape (64, 1). Sharded by columns over 4 ranks, the weight has 12 columns on each of them,
     and the rule state is on the first: the rank that holds column 0 of a row also holds the rule state of that row.
     """
-    shape = step_param.matrix_set.rule_state_shape(planned.layouts[0].shape)
+    per_input = [*step_param.memories.values()][memory]
+    shape = step_param.matrix_set.rule_state_shape(planned.layouts[0].shape, per_input=per_input)
     layouts = tuple(Layout(shape, layout.mesh, layout.placements) for layout in planned.layouts)
-    return replace(planned, layouts=layouts, window=step_param.matrix_set.rule_state_window)
+    return replace(planned, layouts=layouts, window=step_param.matrix_set.rule_state_window(shape))
 
 
 def _wave_params(plan: Plan) -> list[frozenset[int]]:

@@ -19,7 +19,6 @@ from .buffers import PlacedPiece, PlacedTransfers, int8_views, offsets_of, strid
 from .int8 import SCALE_DTYPE, Int8View, scales_shape
 from .ortho_batch import OrthoBatch
 from .program_builder import MatrixBatch, ProgramBuilder
-from .shards import ShardView
 from .step_param import RunningStep
 from .wave import NO_COPIES, Copies, CopyPairs, OwnedBatch
 from .wire import LaneWire, size_on_wire
@@ -133,25 +132,26 @@ def rounds_in_passing(builder: ProgramBuilder, wave: int) -> bool:
 
 
 def beside_wire(
-    builder: ProgramBuilder, way: Way, buffer: Tensor, unrounded: Tensor | None, int8_copies: Callable[[list[Int8View]], Copies]
-) -> tuple[list[ShardView], Copies]:
-    """This rank's pieces as its weights see them, and the copies between there and the exchange buffer.
+    way: Way, buffer: Tensor, unrounded: Tensor | None, int8_copies: Callable[[list[Int8View]], Copies]
+) -> tuple[tuple[PlacedTransfers, Tensor], Copies]:
+    """Where this rank's pieces are for its weights, in which buffer, and the copies between there and the exchange buffer.
 
-    They are one after the other in ``unrounded`` or, if that is None, in the exchange buffer itbuilder.
+    They are one after the other in ``unrounded`` or, if that is None, in the exchange buffer itself.
     """
     placed, buffer = [*way.own, *way.staying], buffer.view(way.dtype)
     if unrounded is None:
-        return builder.piece_views(placed, buffer), NO_COPIES
+        return (placed, buffer), NO_COPIES
     numbers = offsets_of([transfer for transfer, _ in placed])
-    views = builder.piece_views(numbers, unrounded)
+    place = numbers, unrounded
     if way.dtype == torch.int8:
         pieces = [PlacedPiece(t.piece, offset, at) for (t, offset), (_, at) in zip(placed, numbers, strict=True)]
-        return views, int8_copies(int8_views(pieces, unrounded, buffer))
+        return place, int8_copies(int8_views(pieces, unrounded, buffer))
     if numbers == placed:  # all of it in one copy
         total = sum(transfer.piece.size for transfer, _ in placed)
-        return views, CopyPairs([buffer[:total]], [unrounded[:total]])
-    narrow, wide = ([flat[at : at + t.piece.size] for t, at in at_of] for flat, at_of in ((buffer, placed), (unrounded, numbers)))
-    return views, CopyPairs(narrow, wide)
+        return place, CopyPairs([buffer[:total]], [unrounded[:total]])
+    lists = ([flat[at : at + t.piece.size] for t, at in at_of] for flat, at_of in ((buffer, placed), (unrounded, numbers)))
+    narrow, wide = lists
+    return place, CopyPairs(narrow, wide)
 
 
 def owned_batch(

@@ -176,6 +176,7 @@ def _step(simulation: Simulation) -> Figures:
         exchange_hidden=timeline.hidden,  # of these, while the slowest rank works on something else
         launches=max(timeline.work.launches, default=0),  # kernels, on the rank that has most of them; 0 on CPU
         host_ahead=max(timeline.work.host_ahead, default=0.0),  # in which the host of a GPU prepares the step, beside the device
+        seconds_to_compile=simulation.machine.seconds_to_compile,  # in the first step, beside "seconds"; null if unknown
         flops=sum(sum(stage.plan.flops.values()) for stage in simulation.stages),
         tokens_per_step=tokens,
         tokens_per_rank=tokens / simulation.sharding.ranks,
