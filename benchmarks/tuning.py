@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
 from common import ROOT, Goal, Report
+from figures import draw
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -108,7 +109,7 @@ def show(rows: list[Row], report: Report) -> None:
     columns = ("optimizer", "weight decay", *(f"lr {lr:g}" for lr in lrs), "seeds differ by ≤")
     report.table("final validation loss, mean over seeds", columns, lines)
     report.folder.mkdir(parents=True, exist_ok=True)
-    save(rows, report.folder / f"{report.name}_decay.png")
+    draw(lambda figure: plot_decay(rows, figure), SIZE, report.folder / f"{report.name}_decay.png")
 
 
 def goals(rows: list[Row], options: argparse.Namespace) -> list[Goal]:
@@ -166,15 +167,6 @@ def plot_decay(rows: list[Row], figure: Figure) -> None:
     ]
     draw_lines(axes, lines)
     axes.set_title("meshmuon, one seed: the lowest loss of each weight decay is ringed", fontsize=11)
-
-
-def save(rows: list[Row], path: Path) -> None:
-    """The figure about weight decay, on white."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE, layout="constrained", facecolor="white")
-    plot_decay(rows, figure)
-    figure.savefig(path, dpi=130)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
