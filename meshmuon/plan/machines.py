@@ -49,7 +49,7 @@ class Machine:
     calibration: Calibration | None = field(default=None, repr=False)  # measured rates that replace those above in predictions
 
     def rates_for(
-        self, compute_dtype: str = "", *, several_nodes: bool = True, weight: int = 4, momentum: int = 4, wire: int = 2
+        self, compute_dtype: str = "", *, several_nodes: bool = True, weight: int = 4, momentum: int = 4, wire: float = 2
     ) -> Calibration:
         """The rates of a job: measured ones, completed from the file of the machine, or the file's alone.
 
