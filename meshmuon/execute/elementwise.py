@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..device import copy_to
 from ..errors import KernelError
-from .int8 import Int8View, dequantise, quantise
+from .int8 import Int8View, dequantise_views, quantise_views
 from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
 
 Tensors: TypeAlias = "list[Tensor]"
@@ -172,17 +172,8 @@ class Elementwise:
         """Copies each source to its target."""
         torch._foreach_copy_(targets, sources)
 
-    def quantise(self, views: Sequence[Int8View]) -> None:
-        """Writes the numbers of each view, which have one dtype and device, as int8."""
-        scratch = RoundingScratch()
-        for view in views:
-            quantise(view.numbers, view.quanta, view.scales, view.first, scratch=scratch)
-
-    def dequantise(self, views: Sequence[Int8View]) -> None:
-        """Writes the int8 of each view as numbers, which have one dtype and device."""
-        scratch = RoundingScratch()
-        for view in views:
-            dequantise(view.quanta, view.scales, view.numbers, view.first, scratch=scratch)
+    quantise = staticmethod(quantise_views)
+    dequantise = staticmethod(dequantise_views)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills tensors with ``value`` where ``mask``, on a device, broadcast and constant along rows, is not 0."""
