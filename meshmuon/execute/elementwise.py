@@ -173,13 +173,13 @@ class Elementwise:
         torch._foreach_copy_(targets, sources)
 
     def quantise(self, views: Sequence[Int8View]) -> None:
-        """Writes the numbers of each view as int8."""
+        """Writes the numbers of each view, which have one dtype and device, as int8."""
         scratch = RoundingScratch()
         for view in views:
             quantise(view.numbers, view.quanta, view.scales, view.first, scratch=scratch)
 
     def dequantise(self, views: Sequence[Int8View]) -> None:
-        """Writes the int8 of each view as numbers."""
+        """Writes the int8 of each view as numbers, which have one dtype and device."""
         scratch = RoundingScratch()
         for view in views:
             dequantise(view.quanta, view.scales, view.numbers, view.first, scratch=scratch)
@@ -221,9 +221,9 @@ class FusedElementwise(Elementwise):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with self._kernel_errors():
-            from .list_kernels import ListKernels
+            from .int8_kernels import Int8ListKernels
 
-            self._kernels = ListKernels()
+            self._kernels = Int8ListKernels()
 
     def compile(self, work: Callable[[], object]) -> None:
         self._plain, self._kernels.only_compiles = _Nothing(), self._kernel_errors
@@ -286,12 +286,10 @@ class FusedElementwise(Elementwise):
             (self._kernels if fused else self._plain).copy(t, s)
 
     def quantise(self, views: Sequence[Int8View]) -> None:
-        for fused, of_dtype in _views_by_dtype(views):
-            (self._kernels if fused else self._plain).quantise(of_dtype)
+        (self._kernels if _is_fused(views[0].numbers) else self._plain).quantise(views)
 
     def dequantise(self, views: Sequence[Int8View]) -> None:
-        for fused, of_dtype in _views_by_dtype(views):
-            (self._kernels if fused else self._plain).dequantise(of_dtype)
+        (self._kernels if _is_fused(views[0].numbers) else self._plain).dequantise(views)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         for fused, (of_dtype,) in _by_dtype(tensors):
@@ -312,15 +310,6 @@ class FusedElementwise(Elementwise):
         return reduce(torch.logical_or, (copy_to(flag, device) for flag in found))
 
 
-def _views_by_dtype(views: Sequence[Int8View]) -> Iterator[tuple[bool, list[Int8View]]]:
-    """The same for views of int8, by the dtype of their numbers."""
-    groups: dict[Hashable, list[Int8View]] = {}
-    for view in views:
-        groups.setdefault((view.numbers.dtype, view.numbers.device), []).append(view)
-    for (dtype, device), members in groups.items():
-        yield device.type == "cuda" and dtype in _FUSED, members
-
-
 _FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
 
 
@@ -331,5 +320,9 @@ def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor
         groups.setdefault(tuple((tensor.dtype, tensor.device) for tensor in tensors), []).append(tensors)
     for members in groups.values():
         place = members[0][0].device
-        fused = place.type == "cuda" and all(tensor.dtype in _FUSED and tensor.device == place for tensor in members[0])
+        fused = all(_is_fused(tensor) and tensor.device == place for tensor in members[0])
         yield fused, [list(of_list) for of_list in zip(*members, strict=True)]
+
+
+def _is_fused(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and tensor.dtype in _FUSED

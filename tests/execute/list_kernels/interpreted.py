@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshmuon.execute import elementwise, int8, rounding
+from meshmuon.execute.int8_kernels import Int8ListKernels
 from meshmuon.execute.list_kernels import ListKernels
 
 SPECIAL = (
@@ -127,7 +128,7 @@ def test_int8_has_the_bits_of_the_twin(data: st.DataObject, dtype: torch.dtype, 
             blocks = int8.blocks_in(cols, first)
             scales = memory[1 + numbers.numel() :][: 4 * rows * blocks].view(2, rows, 2 * blocks)
             made.append((memory, int8.Int8View(numbers.clone(), quanta, scales, first)))
-    kernels = ListKernels()
+    kernels = Int8ListKernels()
     kernels.quantise([view for _, view in views])
     elementwise.Elementwise().quantise([view for _, view in twins])
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(views, twins, strict=True))
