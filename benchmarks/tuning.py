@@ -24,7 +24,6 @@ from figures import draw
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-import sweep_lr
 from demo import options as demo
 from demo.data import Corpus
 from demo.progress import QuietProgress
@@ -55,17 +54,17 @@ def grid(options: argparse.Namespace) -> list[Row]:
 
 def final_loss(row: Row, options: argparse.Namespace) -> float | None:
     """The last validation loss of one run; None if it diverged."""
-    sizes = (
-        f"--d-model {16 if options.quick else WIDTH} --layers 2 --heads 2 --seq-len 64 --batch-size {2 if options.quick else 16}"
-    )
-    flags = f"--optimizer {row['optimizer']} {sizes} --steps {options.steps} --eval-every {options.steps}"
-    args = sweep_lr.parser().parse_args(
-        [*flags.split(), "--device", "cpu", "--threads", str(options.threads), "--seed", str(row["seed"])]
-    )
-    swept = sweep_lr.configured({**row, "scheme": "auto", "rule": "plain"}, demo.optimizer_config(args))
+    parser = argparse.ArgumentParser()
+    for add_options_of in (demo.add_model_options, demo.add_train_options, demo.add_optimizer_options):
+        add_options_of(parser)
+    width, rows, whose = *((16, 2) if options.quick else (WIDTH, 16)), "adamw-" if row["optimizer"] == "adamw" else ""
+    sizes = f"--d-model {width} --layers 2 --heads 2 --seq-len 64 --batch-size {rows} --device cpu --threads {options.threads}"
+    flags = f"{sizes} --steps {options.steps} --eval-every {options.steps} --seed {row['seed']}"
+    args = parser.parse_args(f"{flags} --{whose}lr {row['lr']} --{whose}weight-decay {row['weight_decay']}".split())
     if not _text:
         _text.append(demo.corpus(args))
-    run = Run(row["optimizer"], _text[0], demo.model_config(args), swept, demo.train_config(args), demo.runtime(args))
+    configs = demo.model_config(args), demo.optimizer_config(args), demo.train_config(args)
+    run = Run(row["optimizer"], _text[0], *configs, demo.runtime(args))
     try:
         return run.train(QuietProgress()).evals[-1].loss
     except NonFiniteLossError:

@@ -20,6 +20,7 @@ from .local_batch import STAGED_IN_FLIGHT
 from .ortho_batch import joined_errors
 from .settings import ExecutorSettings
 from .step_param import UNOBSERVED, CheckedUpdates, Observer, RunningStep, StepParam
+from .weight_sums import reduce_tables
 
 
 class StepExecutor(ABC):
@@ -95,6 +96,7 @@ class Executor(StepExecutor):
         self._program = RankProgram()
         self._streams: Streams | None = None
         self._exchange: Exchange | None = None
+        self._meets_on: torch.device | None = None  # where ranks meet that exchange nothing; the same kind on all ranks
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         self.discard()  # before the new buffers are made: both at a time might not fit
@@ -105,20 +107,22 @@ class Executor(StepExecutor):
         fuses = bool(devices) and self.settings.fuses(devices[0])
         self.elementwise = FusedElementwise(devices[0]) if fuses else Elementwise()
         self._exchange = exchange
+        shared = (each.work_device for part, each in zip(plan.params, step_params, strict=True) if not part.private)
+        self._meets_on = None if exchange is None else next(shared, None)
         self.elementwise.compile(lambda: self._run(self._dry_step(step_params), lambda: None))
         self.plan = plan
 
     def warm_up(self, attempt: int) -> None:
         exchanging = (*self._program.waves, *self._program.rule_states)
         hops = [hop for each in exchanging for exchange in (each.gather, each.scatter) for hop in exchange.hops]
-        for device in dict.fromkeys(hop.sent.device for hop in hops):  # as many on all ranks, which all have these hops
-            on_device = [hop for hop in hops if hop.sent.device == device]
-            received, sent = (
-                [max(counts) for counts in zip(*splits, strict=True)]
-                for splits in zip(*((hop.received_splits, hop.sent_splits) for hop in on_device), strict=True)
-            )
-            assert self._exchange is not None
-            self._exchange.warm_up(received, sent, device, attempt)
+        if (exchange := self._exchange) is None or self._meets_on is None:
+            return
+        # As many on all ranks, which all have these hops. Without any, metrics and masks are reduced, which connects ranks too.
+        for device in dict.fromkeys(hop.sent.device for hop in hops) or (self._meets_on,):
+            splits = [(hop.received_splits, hop.sent_splits) for hop in hops if hop.sent.device == device]
+            nothing = exchange.splits({}), exchange.splits({})
+            received, sent = ([max(counts) for counts in zip(*each, strict=True)] for each in zip(nothing, *splits, strict=True))
+            exchange.warm_up(received, sent, device, attempt)
 
     def _dry_step(self, step_params: Sequence[StepParam]) -> RunningStep:
         """A step of which only the kernels are compiled, without streams: nothing that it launches writes an element."""
@@ -173,13 +177,23 @@ class Executor(StepExecutor):
             gathered_ahead=program.gathered_ahead,
             first_sends_last=program.first_sends_last,
         )
-        run_pipeline(waves, order, run_local_batches, before_last_results)
+
+        def finish(waves: Sequence[Iterator[None]]) -> None:
+            if asking := [wave for wave in waves if next(wave, _ENDED) is not _ENDED]:  # for sums over weights
+                with streams.on_side_stream(step.ready):
+                    reduce_tables(step)
+                finish_all(asking)
+
+        run_pipeline(waves, order, run_local_batches, before_last_results, finish)
         finish_all(rule_states)
         streams.main_waits(streams.side_mark())
         step.free_gradients(program.freed_at_end)  # the main stream may now reuse what the side stream has read
 
     def workspace_bytes(self) -> int:
         return self._workspace.bytes() + sum(staging.bytes() for staging in self._program.stagings)
+
+
+_ENDED = object()
 
 
 class _NoExchange:
@@ -200,20 +214,24 @@ def run_pipeline(
     order: Iterable[tuple[Action, int]],
     local: Callable[[], None],
     during_last_scatter: Callable[[], None],
+    finish: Callable[[Sequence[Iterator[None]]], None] | None = None,
 ) -> None:
     """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` found (``plan/schedule.py``).
 
     The waves are generators that yield twice: after sending their pieces, and after sending their results; one that sends these
     in a turn of its own yields before it as well. Four waves, three in flight: gather 0, gather 1, local, compute 0, gather 2,
-    compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3.
+    compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3. Waves that have nothing between them
+    are finished together, by ``finish_all`` unless ``finish`` is given.
     """
+    order, finish = iter(order), finish or finish_all
     for action, wave in order:
         if action is Action.LOCAL:
             local()
         elif action is Action.DURING_LAST_SCATTER:
             during_last_scatter()
+            finish([waves[last] for _, last in order])
         elif action is Action.FINISH:
-            finish_all([waves[wave]])
+            finish([waves[wave]])
         else:
             advance([waves[wave]])
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "recipes.md"
 STEPS = 6
-ALONE = ("one_device", "fused_weights", "qk_clip", "offload", "bf16_weights", "vision", "lora")
+ALONE = ("one_device", "fused_weights", "qk_clip", "offload", "bf16_weights", "vision", "lora", "schedules")
 
 
 def run_script(name: str, *arguments: object, **environment: str) -> str:
@@ -163,6 +163,19 @@ def test_stochastic_rounding_follows_float32() -> None:
     float32, nearest, stochastic = table_losses(run_script("bf16_weights", "--steps", 40)).values()
     assert float32[-1] < float32[0] - 0.1
     assert abs(stochastic[-1] - float32[-1]) < abs(nearest[-1] - float32[-1]) / 2
+
+
+def test_schedules_of_weight_decay_and_momentum() -> None:
+    """A quarter of the decay at twice the width, linear to zero; momentum from 0.85 to 0.95 in the first quarter."""
+    text = run_script("schedules", "--steps", 16)
+    printed = re.findall(r"width +(\d+)  step +(\d+)  weight decay ([\d.]+)  momentum ([\d.]+)  loss ([\d.]+)", text)
+    rows = {(int(width), int(step)): tuple(map(float, values)) for width, step, *values in printed}
+    for (width, step), (decay, momentum, _) in rows.items():
+        assert decay == pytest.approx(0.2 * (64 / width) ** 2 * (1 - (step - 1) / 16), abs=6e-5)
+        assert momentum == pytest.approx(min(0.95, 0.85 + 0.1 * (step - 1) / 4), abs=6e-4)
+    assert [key[1] for key in rows] == [1, 4, 8, 12, 16] * 2
+    for width in (64, 128):
+        assert rows[width, 16][2] < rows[width, 1][2] - 0.3
 
 
 def test_lora_learns_by_every_route() -> None:
