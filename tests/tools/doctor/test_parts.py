@@ -23,6 +23,7 @@ from meshmuon.tools.doctor import CHECKS, DoctorOptions, chosen_checks, context,
 from meshmuon.tools.doctor.comparison import Comparison
 from meshmuon.tools.doctor.context import Context, Outcome, by_text, check_backend, own_device
 from meshmuon.tools.doctor.exchanges import partner, turns
+from meshmuon.tools.doctor.layouts import check_checkpoint
 from meshmuon.tools.doctor.measurements import calibration_of, summarise_links
 from meshmuon.tools.doctor.numerics import check_products, exact_result, rounding_bound, seeded
 from meshmuon.tools.doctor.report import Report
@@ -48,6 +49,21 @@ def test_every_pair_meets_once_and_nobody_waits_for_another(world: int) -> None:
                 assert partner(other, turn, world) == rank
                 met.append((min(rank, other), max(rank, other)))
     assert sorted(met) == sorted(2 * [(a, b) for b in range(world) for a in range(b)])
+
+
+# Checkpoints.
+
+
+def test_without_numpy_the_checkpoint_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's collectives of objects need it; torch is installed without it."""
+    monkeypatch.setattr("meshmuon.tools.doctor.layouts.find_spec", lambda name: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        finding = check_checkpoint(context_of())
+    finally:
+        dist.destroy_process_group()
+    assert finding.skipped
+    assert "pip install numpy" in finding.detail
 
 
 # Texts.
