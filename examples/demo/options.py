@@ -277,7 +277,7 @@ def runtime(args: argparse.Namespace) -> Runtime:
         raise ValueError(f"--batch-size {args.batch_size} does not divide over {nproc} processes: change it or --nproc")
     if args.microbatches and (args.microbatches % nproc or args.batch_size % args.microbatches):
         raise ValueError(
-            f"--microbatches {args.microbatches} does not divide over {nproc} processes, or --batch-size {args.batch_size} over it"
+            f"--microbatches {args.microbatches} must divide by {nproc} processes, and --batch-size {args.batch_size} by it"
         )
     rank = int(os.environ.get("RANK", "0")) if nproc > 1 else 0
     if name == "cuda" and nproc > 1:
