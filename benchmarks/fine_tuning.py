@@ -1,7 +1,7 @@
 """Which optimizer for fine-tuning: the demo's small GPT, pretrained with each of two optimizers and fine-tuned with each.
 
 Pretraining is on the Python files of the standard library without ``pydoc_data``; fine-tuning on ``pydoc_data``, the language
-reference in English prose. Reported are the loss on the new text and what the loss on the old text has risen by (forgetting), over
+reference in English prose. Reported are the loss on the new text and the rise of the loss on the old text (forgetting), over
 several fine-tuning learning rates: a larger one learns and forgets more, so that combinations are compared as curves.
 
     python benchmarks/fine_tuning.py
