@@ -40,7 +40,7 @@ from train_gpt import INTERRUPTED
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FULL = "--d-model 512 --layers 8 --heads 8 --batch-size 8 --eval-windows 64"
+FULL = "--d-model 512 --layers 8 --heads 8 --batch-size 8 --eval-windows 32"
 TINY = "--d-model 16 --layers 1 --heads 2 --d-ff 32 --seq-len 32 --batch-size 4 --eval-windows 4"
 ALWAYS = "--threads 1 --device cpu --grad-clip 0 --no-plot"  # a norm over ranks is rounded by their number
 LRS = {"muon": (8e-3, 4e-3, 1.6e-2), "adamw": (1e-3, 5e-4, 2e-3)}
@@ -58,8 +58,9 @@ class Contender:
 
     def run(self) -> Record:
         """Does what is left to do."""
-        sweep = {f"{lr:g}": self.swept(lr) for lr in self.options.lrs[self.name]}
-        lr = min(sweep, key=lambda key: sweep[key])
+        lrs = self.options.lrs[self.name]
+        sweep = {f"{lr:g}": self.swept(lr) for lr in lrs if len(lrs) > 1}
+        lr = min(sweep, key=lambda key: sweep[key], default=f"{lrs[0]:g}")
         first, middle, last = self.options.steps // 2, self.options.stretch // 2, self.options.stretch
         self.piece("straight", lr, 2, first + last)
         kept = self.work / "straight" / self.name
@@ -81,7 +82,7 @@ class Contender:
         folder = self.options.work / "sweep" / f"{self.name}-{lr:g}"
         if not list(folder.glob("*/log.json")):
             steps = self.options.sweep_steps
-            self.demo(lr, 1, ["--steps", str(steps), "--warmup-steps", str(steps // 10), "--eval-windows", "32"], folder)
+            self.demo(lr, 1, ["--steps", str(steps), "--warmup-steps", str(steps // 10)], folder)
         (log,) = folder.glob("2*/log.json")
         return float(json.loads(log.read_text())["runs"][self.name]["evals"][-1]["loss"])
 
@@ -103,7 +104,7 @@ class Contender:
     def demo(self, lr: float | str, processes: int, flags: Sequence[str], out: Path) -> None:
         """Runs the demo with this contender alone; its words are added to ``log.txt``."""
         sizes = (TINY if self.options.quick else FULL).split()
-        evals = ["--eval-every", str(max(1, self.options.steps // 15))]
+        evals = ["--eval-every", str(max(1, self.options.steps // 12))]
         command = [*sizes, *ALWAYS.split(), *evals, "--only", self.name, LR_FLAG[self.name], str(lr), "--nproc", str(processes)]
         with (self.options.work / f"{self.name}.log").open("a") as words:
             words.write(f"{datetime.now(timezone.utc):%F %T} {' '.join((*command, *flags))}\n")
@@ -233,16 +234,16 @@ def plot(results: Record, figure: Figure) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--work", type=Path, help="folder of the pieces (default runs/longer)")
+    parser.add_argument("--work", type=Path, help="folder of the pieces (default runs/longer_run)")
     parser.add_argument("--steps", type=int, default=None, help="steps of each run (default 240)")
     parser.add_argument("--only", choices=tuple(LRS), default=None, help="one contender alone")
     parser.add_argument("--untimed", action="store_true", help="leave out the seconds per step: the machine is busy")
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    options.work = (options.work or ROOT / "runs" / "longer").resolve()
+    options.work = (options.work or (options.out or ROOT / "runs") / "longer_run").resolve()
     options.lrs = {name: lrs[:1] if options.quick else lrs for name, lrs in LRS.items() if options.only in (None, name)}
-    options.steps, options.stretch = options.steps or (12 if options.quick else 240), 4 if options.quick else 20
+    options.steps, options.stretch = options.steps or (8 if options.quick else 240), 4 if options.quick else 20
     options.sweep_steps = 2 if options.quick else 40
     if options.steps % (2 * options.stretch):
         parser.error(f"--steps {options.steps} must be a multiple of {2 * options.stretch}: the middle is at a checkpoint")
