@@ -17,7 +17,9 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "agreement": ("--processes", "2"),
     "degrees": (),
     "demo_share": (),
+    "fine_tuning": (),
     "launches": (),
+    "longer_run": ("--only", "muon", "--untimed"),
     "loss_by_rounding": (),
     "metrics": (),
     "orthogonalisation": ("--sizes", "16", "--ratios", "1", "4"),
@@ -52,6 +54,9 @@ def test_a_script_leaves_what_it_promises(script: str, tmp_path: Path) -> None:
     if script == "degrees":
         five = next(result for result in results["compared"] if result["quintics"] == 5)
         assert (five["cheapest"]["degrees"], five["cheapest"]["products"], five["products"]) == ([9, 17, 17], 14, 17)
+    elif script == "longer_run":
+        assert [goal["verdict"] for goal in facts["goals"]] == ["reached"], "other bits after a stretch on one process"
+        assert [(point["step"], point["processes"]) for point in results["runs"]["muon"]["resumed"]] == [(4, 1), (6, 2)]
     elif script == "launches":
         assert all(goal["verdict"] == "reached" for goal in facts["goals"])
         assert results[0]["launches"] == results[0]["products"] + results[0]["beside"]
