@@ -36,7 +36,7 @@ def assign_owners(
 
     Costs 5, 4, 3, 3 and 3 over two ranks: 5 goes to rank 0, 4 to rank 1, then 3 to rank 1 (7), to rank 0 (8) and to rank 1 (10).
     """
-    if spread:  # an owner of a heavy matrix gets others only where no rank has less to do
+    if spread and tasks:  # an owner of a heavy matrix gets others only where no rank has less to do
         mean, heavy = sum(task.cost for task in tasks) / len(loads), heavy_tasks(tasks, len(loads))
         tasks = [replace(task, cost=max(task.cost, mean)) if k in heavy else task for k, task in enumerate(tasks)]
     by_cost = sorted(range(len(tasks)), key=lambda k: (-tasks[k].cost, k))
