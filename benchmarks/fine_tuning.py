@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NEW = "pydoc_data/"
+WINDOWS = 128  # of validation
 LRS = {"muon": 0.016, "adamw": 0.004}  # of pretraining: the best of benchmarks/results/tuning.txt
 PARTS = (1 / 16, 1 / 4, 1.0)  # of them, in fine-tuning
 TITLES = {"muon": "meshmuon", "adamw": "AdamW"}
@@ -73,11 +74,11 @@ class Trial:
 
     @torch.no_grad()
     def losses(self, model: GPT) -> dict[str, float]:
-        """Validation losses on both texts, over 256 windows each."""
+        """Validation losses on both texts."""
         sums = {"old": 0.0, "new": 0.0}
         for key, corpus in (("old", self.old), ("new", self.new)):
-            for tokens, targets in valid_batches(corpus.valid, model.config.seq_len, 32, 256):
-                sums[key] += model.loss(tokens, targets).item() * len(tokens) / 256
+            for tokens, targets in valid_batches(corpus.valid, model.config.seq_len, 32, WINDOWS):
+                sums[key] += model.loss(tokens, targets).item() * len(tokens) / WINDOWS
         return sums
 
 
@@ -151,11 +152,11 @@ def plot(results: Results, figure: Figure) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default 0 1 2)")
-    parser.add_argument("--steps", type=int, default=None, help="steps of pretraining; fine-tuning takes a quarter (default 400)")
+    parser.add_argument("--steps", type=int, default=None, help="steps of pretraining; fine-tuning takes a quarter (default 240)")
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    options.steps = options.steps or (8 if options.quick else 400)
+    options.steps = options.steps or (8 if options.quick else 240)
     options.seeds = options.seeds[:1] if options.quick else options.seeds
 
 
