@@ -139,7 +139,7 @@ def _digest(value: object) -> hashlib.blake2b:
             result.update(str(key).encode() + _digest(value[key]).digest())
     elif isinstance(value, torch.Tensor):
         result.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        result.update(value.contiguous().view(-1).view(torch.uint8).numpy())
+        result.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     else:
         result.update(repr(value).encode())
     return result
@@ -187,12 +187,12 @@ def show(results: Record, report: Report) -> None:
     steps = [point["step"] for point in next(iter(runs.values()))["evals"]]
     losses = [(TITLES[name], *(f"{point['loss']:.3f}" for point in run["evals"])) for name, run in runs.items()]
     report.table("validation loss after so many steps", ("", *map(str, steps)), losses)
-    rows = [
+    pieces = [
         (TITLES[name], piece["run"], str(piece["processes"]), str(piece["until"]), piece["begin"], piece["end"])
         for name, run in runs.items()
         for piece in run["pieces"]
     ]
-    report.table("pieces", ("contender", "run", "processes", "until step", "from (UTC)", "to"), rows)
+    report.table("pieces", ("contender", "run", "processes", "until step", "from (UTC)", "to"), pieces)
     digest = [(TITLES[name], which, *bits.values()) for name, run in runs.items() for which, bits in run["bits"].items()]
     report.table("digests after the stretch on other ranks", ("contender", "run", "weights", "optimizer"), digest)
     for name, seconds in results["seconds_per_step"].items():

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import StateError
+from ..execute import RULE_STATE
 from ..matrices import without_wrappers
 from ..params.checks import check_dtype, shown
 from ..params.dtensors import as_dtensor, layout_text, same_placement, shard_place, shares_addresses
 from ..params.groups import are_placeholders, check_group
 from ..params.option_table import ParamGroup, group_options
 from ..torch_compat import local_part
-from .param_state import COUNTER, MOMENTUM, NOT_STORED, RULE_STATE, can_fuse, check_kind, shapes_of
+from .param_state import COUNTER, MOMENTUM, NOT_STORED, can_fuse, check_kind, shapes_of
 
 _DTYPES = tuple(option.name for option in group_options() if option.check is check_dtype)  # stored by name
 # Options that decide what a parameter's matrices are, and the rule. Loading other values than the optimizer has warns.
@@ -81,8 +82,9 @@ def fit(
                     f'empty state: state_dict["state"][{member.key!r}] = {{}}.'
                 )
             if entry is not _MISSING and entry:
+                entry = _with_current_keys(entry, shapes_of(name, param, loaded))
                 _check_saved_state(name, param, entry, loaded)
-                fitted.state[number] = dict(entry)  # torch loads no other mapping
+                fitted.state[number] = entry
             number += 1
         fitted.param_groups.append({**options, "params": list(range(number - len(names), number))})
         fitted.overrides.append(overrides)
@@ -306,6 +308,13 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_LISTED])}{rest}" if names else "none"
 
 
+def _with_current_keys(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """A saved entry, as a dict, the only mapping that torch loads. The memory of any rule alone was once under one key."""
+    wanted = [key for key in shapes if key.startswith(RULE_STATE)]
+    older = len(wanted) == 1 and wanted[0] not in entry
+    return {wanted[0] if older and key == RULE_STATE else key: value for key, value in entry.items()}
+
+
 def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
     shapes = shapes_of(name, param, param_group)
     if COUNTER not in param_state:  # counts from zero: the checkpoint rounded to nearest, or the parameter was frozen
@@ -359,9 +368,9 @@ def restore(param_groups: Sequence[ParamGroup], state: Mapping[Tensor, dict[str,
     params = [(param, param_group) for param_group in param_groups for param in param_group["params"]]
     for number, (param, param_group) in enumerate(params):
         saved = fitted.state.get(number, {})
-        for name in (MOMENTUM, RULE_STATE, COUNTER):
-            value = saved.get(name)
-            if isinstance(value, Tensor) and value.dtype != state[param][name].dtype:
+        for name, value in saved.items():
+            ours = name in (MOMENTUM, COUNTER) or name.startswith(RULE_STATE)
+            if ours and isinstance(value, Tensor) and value.dtype != state[param][name].dtype:
                 state[param][name] = value.detach().clone().to(device=param.device)
         if "step" in saved and not param_group["use_muon"]:
             step = torch.as_tensor(saved["step"], dtype=torch.float32).detach().clone()

@@ -18,6 +18,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "degrees": (),
     "demo_share": (),
     "fine_tuning": (),
+    "first_experiment": ("--tasks", "ViT", "ConvNet"),
     "launches": (),
     "longer_run": ("--only", "muon", "--untimed"),
     "loss_by_rounding": (),
@@ -57,6 +58,9 @@ def test_a_script_leaves_what_it_promises(script: str, tmp_path: Path) -> None:
     elif script == "longer_run":
         assert [goal["verdict"] for goal in facts["goals"]] == ["reached"], "other bits after a stretch on one process"
         assert [(point["step"], point["processes"]) for point in results["runs"]["muon"]["resumed"]] == [(4, 1), (6, 2)]
+    elif script == "first_experiment":
+        for rms, _ in results["updates"].values():
+            assert rms[0] == pytest.approx(1.0, abs=0.02), "AdamW's first step moves every entry by lr"
     elif script == "launches":
         assert all(goal["verdict"] == "reached" for goal in facts["goals"])
         assert results[0]["launches"] == results[0]["products"] + results[0]["beside"]
