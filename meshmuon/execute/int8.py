@@ -8,6 +8,7 @@ bits that the whole matrix would get; who cuts a block must know the scale of th
 - ``quantise(numbers, quanta, scales, first)`` writes int8 and the scales, bfloat16 of shape ``scales_shape(shape, first)``.
 - ``dequantise(quanta, scales, out, first)`` is quanta · scale, which is exact in float32; ``out`` rounds to its dtype.
 - ``round_to_int8(numbers, first)`` is both in place: what arrives after a journey in int8.
+- ``scales_from(amax)`` and ``quanta_of(numbers, scales)`` are the two halves of ``quantise``, for scales that are found elsewhere.
 
 The scale is amax/127 in float32, rounded up to bfloat16: the range of float32 in 2 bytes per 128 elements (1.6 %).
 A quantum is number/scale, rounded to the nearest integer, of two nearest to the even one; with random ``words``, to one of the
@@ -74,17 +75,26 @@ def quantise(
             if part.dtype != torch.float32:
                 part = scratch.take("wide", part.shape, torch.float32, part.device).copy_(part)
             ratios = scratch.take("ratios", part.shape, torch.float32, part.device)
-            scale = _scales(torch.abs(part, out=ratios).amax(-1))
-            torch.div(part, scale.unsqueeze(-1), out=ratios)
-            if noise is None:
-                ratios.add_(_ROUNDS).sub_(_ROUNDS)  # as ``round_``, and 20 times as fast
-            else:  # a multiple of 2⁻¹⁶ and a half of it: an integer stays what it is
-                ratios.add_(_blocked(noise[..., cols]).float().add_(0.5).mul_(2.0**-16)).floor_()
-            target = _blocked(quanta_rows[..., cols]).copy_(ratios.clamp_(-127, 127))
-            lost = torch.isnan(scale)
-            if not known_to_host(lost) or lost.any():
-                target.masked_fill_(lost.unsqueeze(-1), 0)  # a NaN may have become any integer
+            scale = scales_from(torch.abs(part, out=ratios).amax(-1))
+            of_part = None if noise is None else _blocked(noise[..., cols])
+            _blocked(quanta_rows[..., cols]).copy_(quanta_of(part, scale.unsqueeze(-1), of_part, ratios))
             scale_rows[..., blocks] = scale
+
+
+def quanta_of(numbers: Tensor, scales: Tensor, noise: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """The quanta of float32 ``numbers``, as float32: number/scale, rounded; with ``noise``, 16 random bits each, stochastically.
+
+    Broadcast to them, ``scales`` are those of the whole blocks, in float32.
+    """
+    ratios = torch.div(numbers, scales, out=out)
+    if noise is None:
+        ratios.add_(_ROUNDS).sub_(_ROUNDS)  # as ``round_``, and 20 times as fast
+    else:  # a multiple of 2⁻¹⁶ and a half of it: an integer stays what it is
+        ratios.add_(noise.float().add_(0.5).mul_(2.0**-16)).floor_()
+    lost = torch.isnan(scales)
+    if not known_to_host(lost) or lost.any():
+        ratios.masked_fill_(lost, 0)  # a NaN may become any integer
+    return ratios.clamp_(-127, 127)
 
 
 def dequantise(quanta: Tensor, scales: Tensor, out: Tensor, first: int = 0, scratch: RoundingScratch | None = None) -> None:
@@ -109,7 +119,7 @@ def round_to_int8(numbers: Tensor, first: int = 0, words: RandomWords | None = N
     dequantise(quanta, scales, numbers, first, scratch)
 
 
-def _scales(amax: Tensor) -> Tensor:
+def scales_from(amax: Tensor) -> Tensor:
     """The scale of each block, as float32 numbers of bfloat16, from its largest magnitude."""
     scale = (amax * PER_AMAX).clamp_(LEAST_SCALE, MOST_SCALE)
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-(1 << 16))  # up to the next number of bfloat16
