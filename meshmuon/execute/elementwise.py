@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache, reduce
+from itertools import compress
 from typing import TypeAlias
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from ..device import copy_to
 from ..errors import KernelError
+from .int8_momentum import Int8Momentum
 from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
 
 Tensors: TypeAlias = "list[Tensor]"
@@ -27,8 +30,22 @@ Tensors: TypeAlias = "list[Tensor]"
 Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
 """For each tensor that is rounded stochastically, its counter and its elements, hashed."""
 
-OldMomenta: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
-"""Momenta, and copies of what they were before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class OldMomenta:
+    """Momenta, and copies of what they were before the step; where they are in int8, their quanta, and the scales of their rows."""
+
+    momenta: list[Tensor]
+    before: list[Tensor]
+    scales: list[Tensor] = field(default_factory=list)  # (rows, blocks) each
+    scales_before: list[Tensor] = field(default_factory=list)
+
+    def chosen(self, selectors: Sequence[bool]) -> OldMomenta:
+        """Those of some of the shards."""
+        lists = self.momenta, self.before, self.scales, self.scales_before
+        return OldMomenta(*(list(compress(tensors, selectors)) for tensors in lists))
+
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
@@ -144,6 +161,25 @@ class Elementwise:
     accumulate = staticmethod(accumulate)
     fill = staticmethod(fill_with_momentum)
 
+    def fill_int8(
+        self,
+        views: Tensors | None,
+        grads: Tensors,
+        momenta: Sequence[Int8Momentum],
+        retain: float | Tensor,
+        momentum: float | None,
+        gain: float = 1.0,
+    ) -> None:
+        """As ``fill``, or as ``accumulate`` without views, with momenta in int8: they are rounded after the views are filled."""
+        for k, (grad, buffer) in enumerate(zip(grads, momenta, strict=True)):
+            numbers = buffer.numbers()
+            before = numbers.clone() if isinstance(retain, Tensor) else None  # a device that must skip the step retains 1
+            if views is None:
+                accumulate([numbers], [grad], retain, gain)
+            else:
+                fill_with_momentum([views[k]], [grad], [numbers], retain, momentum, gain)
+            buffer.store(numbers, None if before is None else numbers != before)
+
     def apply(
         self,
         params: list[Tensor],
@@ -164,8 +200,11 @@ class Elementwise:
         before = [param.clone() for param in params] if old_momenta else []
         apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
         if old_momenta:
-            for now, old, stays in zip([*params, *old_momenta[0]], [*before, *old_momenta[1]], finite * 2, strict=True):
-                now.copy_(torch.where(stays, now, old))
+            # The update of a matrix that is not finite is NaN throughout: one of its columns tells for its rows.
+            of_rows = [stays.flatten(rows.dim() - 1)[..., :1] for stays, rows in zip(finite, old_momenta.scales, strict=False)]
+            now, old = [*params, *old_momenta.momenta, *old_momenta.scales], old_momenta.before + old_momenta.scales_before
+            for target, value, stays in zip(now, before + old, [*finite, *finite, *of_rows], strict=True):
+                target.copy_(torch.where(stays, target, value))
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         """Copies each source to its target."""
@@ -191,7 +230,7 @@ class Elementwise:
 class _Nothing(Elementwise):
     """Leaves everything as it is."""
 
-    accumulate = fill = apply = copy = fill_if = lambda *_, **__: None  # type: ignore[assignment]
+    accumulate = fill = fill_int8 = apply = copy = fill_if = lambda *_, **__: None  # type: ignore[assignment]
 
 
 _PLAIN = Elementwise()
@@ -258,7 +297,7 @@ class FusedElementwise(Elementwise):
         scratch: RoundingScratch | None = None,
         old_momenta: OldMomenta | None = None,
     ) -> None:
-        ((fused, _), *others) = _by_dtype(params, updates, *(old_momenta or ()))
+        ((fused, _), *others) = _by_dtype(params, updates, *((old_momenta.momenta, old_momenta.before) if old_momenta else ()))
         assert old_momenta or not others, "the parameters have one dtype, and so have the updates"
         if not fused or others:
             self._plain.apply(

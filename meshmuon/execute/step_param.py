@@ -18,6 +18,7 @@ from ..plan import BatchItem
 from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange
 from .elementwise import Elementwise
+from .int8_momentum import MomentumBlocks
 from .rounding import Elements
 from .settings import ExecutorSettings as ExecutorSettings  # where pickled optimizers look for it
 from .views import Cut
@@ -117,6 +118,9 @@ class StepParam:
     rule: UpdateRule | None = None  # applied before and after orthogonalising
     rule_state: Tensor | None = None  # the numbers that the rule keeps per output, laid out like the parameter; None without any
     counter: Tensor | None = None  # key and count of the random bits of stochastic rounding; None for rounding to nearest
+    scales: Tensor | None = None  # of momentum in int8; None for any other, and between steps
+    old_scales: Tensor | None = None  # those of before the step, on this rank, where ``scales`` had to be found before all else
+    blocks: MomentumBlocks | None = None  # of momentum in int8
     elements: Elements | None = None  # the elements of the whole parameter that this rank holds, hashed; None without a counter
 
     @property

@@ -18,7 +18,7 @@ from ..params.checks import check_replica_group
 from ..params.dtensors import as_dtensor
 from ..params.param_record import ParamRecord, named_params
 from ..plan import PartIndex, Plan
-from ..state.param_state import MOMENTUM, RULE_STATE
+from ..state.param_state import MOMENTUM, RULE_STATE, SCALES
 from ..transport import all_gather_objects, averaged, broadcast, turn_of
 from .collect import gradient_of
 from .muon import Muon
@@ -205,7 +205,7 @@ class DistMuon(Muon):
         self._kept |= {param for part, param in params.items() if part not in idle}
         stepped = {k for part, k in enumerate(indices) if part not in idle}
         for k in stepped - {indices[part] for part in owned}:
-            for key in (MOMENTUM, RULE_STATE):
+            for key in (MOMENTUM, SCALES, RULE_STATE):
                 self.state[step.records[k].param].pop(key, None)
         self._complete = self._complete and not stepped
 
@@ -224,7 +224,7 @@ def _first_sharded(params: Iterable[tuple[str, Tensor]]) -> UnsupportedError | N
 
 def _kinds(state: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype, as ``"float32"``, of that part of a parameter's state which only owners have."""
-    tensors = {key: state[key] for key in (MOMENTUM, RULE_STATE) if key in state}
+    tensors = {key: state[key] for key in (MOMENTUM, SCALES, RULE_STATE) if key in state}
     return {key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for key, tensor in tensors.items()}
 
 

@@ -38,6 +38,7 @@ from .checks import (
     check_backend,
     check_betas,
     check_dtype,
+    check_momentum_dtype,
     check_eps,
     check_flag,
     check_lr,
@@ -244,8 +245,9 @@ _UPDATE = (
         "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; float16 "
         'parameters refuse ``"stochastic"``. See docs/optimizer.md.'
     ),
-    Option("momentum_dtype", None, _MUON, check_dtype, _VALUE).with_help(
-        "Dtype of new momentum buffers; by default the dtype of the parameter."
+    Option("momentum_dtype", None, _MUON, check_momentum_dtype, _VALUE).with_help(
+        "Dtype of new momentum buffers; by default the dtype of the parameter. ``torch.int8`` keeps one scale for every 128 "
+        "elements of a row, and converts momentum that there is; see docs/optimizer.md."
     ),
     # QKClip checks it.
     Option("clip_config", None, _WHOLE, None).with_help(

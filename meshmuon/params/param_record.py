@@ -38,6 +38,7 @@ class GroupRecipe(NamedTuple):
     matrix_options: MatrixOptions | None = None
     compute_dtype: torch.dtype | None = None
     rounding: str = "nearest"
+    int8_momentum: bool = False
 
     @classmethod
     def of(cls, group: ParamGroup) -> GroupRecipe:
@@ -48,7 +49,8 @@ class GroupRecipe(NamedTuple):
         norm_floor = cast(Mapping[str, Any], group).get("norm_floor")  # of TorchMuon's groups
         if norm_floor is not None and isinstance(scheme, Scheme):
             scheme = replace(scheme, norm_floor=norm_floor)
-        return cls(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"])
+        in_int8 = group["momentum_dtype"] == torch.int8
+        return cls(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"], in_int8)
 
 
 class ParamLocation(NamedTuple):
