@@ -74,6 +74,7 @@ class OptimizerConfig:
     rule: RuleName = "plain"
     cautious: bool = False
     rounding: Rounding = "nearest"
+    momentum_dtype: str | None = None
     qk_threshold: float | None = None
 
 
@@ -114,6 +115,7 @@ def _muon(contender: Contender, model: GPT, config: OptimizerConfig) -> Muon:
             rule=config.rule,
             cautious_weight_decay=config.cautious,
             rounding=config.rounding,
+            momentum_dtype=None if config.momentum_dtype is None else getattr(torch, config.momentum_dtype),
             clip_config=clip_config,
             metrics=EVERY,
         )
