@@ -63,9 +63,9 @@ def store_scales(found: Sequence[BlockMaxima]) -> None:
     """Stores the scales that follow from the maxima of all ranks; the step parameters keep the old ones."""
 
     def ranks_of(entry: BlockMaxima) -> object:
-        first = entry.parts[0]
-        sharded = as_dtensor(first.param)
-        return sharded and sharded.device_mesh, first.blocks and first.blocks.reduced_axes, first.param.device
+        param, blocks = entry.parts[0].param, entry.parts[0].blocks
+        sharded = as_dtensor(param)
+        return None if sharded is None or blocks is None else (sharded.device_mesh, blocks.reduced_axes, param.device)
 
     for entries in grouped(found, ranks_of):
         first, sizes = entries[0].parts[0], [entry.maxima.numel() for entry in entries]
