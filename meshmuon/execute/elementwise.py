@@ -200,8 +200,7 @@ class Elementwise:
         before = [param.clone() for param in params] if old_momenta else []
         apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
         if old_momenta:
-            # The update of a matrix that is not finite is NaN throughout: one of its columns tells for its rows.
-            of_rows = [stays.flatten(rows.dim() - 1)[..., :1] for stays, rows in zip(finite, old_momenta.scales, strict=False)]
+            of_rows = _first_columns(finite[: len(old_momenta.scales)], old_momenta.scales)
             now, old = [*params, *old_momenta.momenta, *old_momenta.scales], old_momenta.before + old_momenta.scales_before
             for target, value, stays in zip(now, before + old, [*finite, *finite, *of_rows], strict=True):
                 target.copy_(torch.where(stays, target, value))
@@ -285,6 +284,30 @@ class FusedElementwise(Elementwise):
             if narrow:  # rounded once, as by the kernels
                 torch._foreach_copy_(v, wide)
 
+    def fill_int8(
+        self,
+        views: Tensors | None,
+        grads: Tensors,
+        momenta: Sequence[Int8Momentum],
+        retain: float | Tensor,
+        momentum: float | None,
+        gain: float = 1.0,
+    ) -> None:
+        by_dtypes: dict[Hashable, list[list[Tensor]]] = {}
+        for k, (grad, buffer) in enumerate(zip(grads, momenta, strict=True)):
+            tensors = [grad, buffer.quanta] if views is None else [grad, buffer.quanta, views[k]]
+            ((fused, _),) = _by_dtype(*([tensor] for tensor in tensors))
+            if fused and (joined := buffer.with_joined_columns(tensors)) is not None:
+                by_dtypes.setdefault(tuple(tensor.dtype for tensor in tensors), []).append(joined)
+                continue
+            wide = None if views is None else torch.empty_like(views[k], dtype=_wider(views[k].dtype))
+            self._plain.fill_int8(None if wide is None else [wide], [grad], [buffer], retain, momentum, gain)
+            if views is not None and wide is not None:  # rounded once, as by the kernels
+                self._plain.copy([views[k]], [wide])
+        for members in by_dtypes.values():
+            g, quanta, *v, scales = (list(of_list) for of_list in zip(*members, strict=True))
+            self._kernels.fill_int8(v[0] if v else None, g, (quanta, scales), retain, momentum, gain)
+
     def apply(
         self,
         params: list[Tensor],
@@ -305,7 +328,10 @@ class FusedElementwise(Elementwise):
             )
             return
         hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
-        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, old_momenta=old_momenta)
+        kept = None if old_momenta is None else (old_momenta.momenta, old_momenta.before)
+        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, old_momenta=kept)
+        if old_momenta is not None and old_momenta.scales:
+            self._kernels.restore(old_momenta.scales, old_momenta.scales_before, _first_columns(updates, old_momenta.scales))
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         for fused, (t, s) in _by_dtype(targets, sources):
@@ -330,7 +356,24 @@ class FusedElementwise(Elementwise):
         return reduce(torch.logical_or, (copy_to(flag, device) for flag in found))
 
 
-_FUSED = {torch.float32, torch.bfloat16, torch.float16}
+_FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if is_narrow(dtype) else dtype
+
+
+def _first_columns(tensors: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
+    """The first column of each tensor, with the shape of the scales of its rows, (rows, blocks).
+
+    The update of a matrix that is not finite is NaN throughout: one of its columns tells for all.
+    """
+    columns = []
+    for tensor, rows in zip(tensors, scales, strict=True):
+        while tensor.dim() >= rows.dim():
+            tensor = tensor.select(-1, 0)
+        columns.append(tensor.unsqueeze(-1).expand(rows.shape))
+    return columns
 
 
 def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:

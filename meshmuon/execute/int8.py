@@ -44,7 +44,7 @@ SCALE_BYTES = 2
 
 # Numbers of float32: the one nearest to 1/127, the smallest normal one, the largest scale whose 127-fold is finite.
 PER_AMAX, LEAST_SCALE, MOST_SCALE = 0.007874015718698502, 2.0**-126, 2.679225179003971e36
-_ROUNDS = 1.5 * 2**23  # added to a number of less than 2²² in float32, leaves the nearest integer; of two, the even one
+ROUNDS = 1.5 * 2**23  # added to a number of less than 2²² in float32, leaves the nearest integer; of two, the even one
 
 
 def blocks_in(cols: int, first: int = 0) -> int:
@@ -88,7 +88,7 @@ def quanta_of(numbers: Tensor, scales: Tensor, noise: Tensor | None = None, out:
     """
     ratios = torch.div(numbers, scales, out=out)
     if noise is None:
-        ratios.add_(_ROUNDS).sub_(_ROUNDS)  # as ``round_``, and 20 times as fast
+        ratios.add_(ROUNDS).sub_(ROUNDS)  # as ``round_``, and 20 times as fast
     else:  # a multiple of 2⁻¹⁶ and a half of it: an integer stays what it is
         ratios.add_(noise.float().add_(0.5).mul_(2.0**-16)).floor_()
     lost = torch.isnan(scales)

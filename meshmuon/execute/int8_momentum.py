@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,20 @@ class Int8Momentum:
             numbers = torch.empty(quanta.shape, dtype=torch.float32, device=quanta.device)
             int8.dequantise(quanta, self._whole_blocks(scales), numbers)
         return numbers.view(self.quanta.shape)
+
+    def with_joined_columns(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Views of ``tensors``, which have the shape of ``quanta``, with all columns as one dim, and of the scales of its blocks.
+
+        None if there are no such views, or if its blocks are not whole and in order.
+        """
+        scales = self._whole_blocks(self.scales)
+        if self.blocks.first is None or (scales.shape[-1] > 1 and scales.stride(-1) != 1):
+            return None
+        shape = (*scales.shape[:-1], len(self.blocks.index))
+        try:
+            return [*(tensor.view(shape) for tensor in tensors), scales]
+        except RuntimeError:
+            return None
 
     def store(self, numbers: Tensor, changed: Tensor | None = None) -> None:
         """Stores ``numbers``. Blocks without a ``changed`` element, if that is given, stay: rounded again, they might change."""
