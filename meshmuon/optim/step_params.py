@@ -130,7 +130,7 @@ def _new_step_param(record: ParamRecord, number: int, settings: StepSettings) ->
         comm_dtype=record.comm_dtype,
         group_index=record.group_index,
         rule=record.rule,
-        blocks=momentum_blocks(param, record.matrix_sets) if param_state.keeps_int8(record.param_group) else None,
+        blocks=momentum_blocks(param, record.matrix_sets) if record.int8_momentum else None,
         elements=elements_held(param.shape, held_ranges(param), param.device).hashed() if rounds else None,
     )
 

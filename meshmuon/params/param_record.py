@@ -95,6 +95,7 @@ class ParamRecord:
     compute_dtype: torch.dtype  # of the products
     comm_dtype: torch.dtype  # on the wire
     update_dtype: torch.dtype  # in which the update is formed
+    int8_momentum: bool = False  # whether its momentum is kept in int8
 
     @classmethod
     def of(
@@ -122,7 +123,7 @@ class ParamRecord:
             scheme_for(recipe.scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break
         between_gpus = place.work_device.type == "cuda" and update_dtype != torch.float64
         comm_dtype = comm_dtype or (torch.bfloat16 if between_gpus else update_dtype)
-        how = recipe.scheme, recipe.rule, compute_dtype, comm_dtype, update_dtype
+        how = recipe.scheme, recipe.rule, compute_dtype, comm_dtype, update_dtype, recipe.int8_momentum
         return cls(name, group_index, group, param, shape, *place, matrix_sets, *how)
 
 
