@@ -19,6 +19,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "demo_share": (),
     "launches": (),
     "loss_by_rounding": (),
+    "loss_by_momentum": (),
     "metrics": (),
     "orthogonalisation": ("--sizes", "16", "--ratios", "1", "4"),
     "predictions": ("--worlds", "1"),
