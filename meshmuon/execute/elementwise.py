@@ -31,10 +31,9 @@ Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
 """For each tensor that is rounded stochastically, its counter and its elements, hashed."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class OldMomenta:
-    """Momenta, and copies of what they were before the step; where they are in int8, their quanta, and the scales of their rows."""
+    """Momenta, and copies of what they were before the step. Where they are in int8, both are quanta, and scales beside them."""
 
     momenta: list[Tensor]
     before: list[Tensor]

@@ -8,7 +8,7 @@ bits that the whole matrix would get; who cuts a block must know the scale of th
 - ``quantise(numbers, quanta, scales, first)`` writes int8 and the scales, bfloat16 of shape ``scales_shape(shape, first)``.
 - ``dequantise(quanta, scales, out, first)`` is quanta · scale, which is exact in float32; ``out`` rounds to its dtype.
 - ``round_to_int8(numbers, first)`` is both in place: what arrives after a journey in int8.
-- ``scales_from(amax)`` and ``quanta_of(numbers, scales)`` are the two halves of ``quantise``, for scales that are found elsewhere.
+- ``scales_from(amax)`` and ``quanta_of(numbers, scales)`` are the halves of ``quantise``, for scales that are found elsewhere.
 
 The scale is amax/127 in float32, rounded up to bfloat16: the range of float32 in 2 bytes per 128 elements (1.6 %).
 A quantum is number/scale, rounded to the nearest integer, of two nearest to the even one; with random ``words``, to one of the

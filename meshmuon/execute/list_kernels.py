@@ -487,7 +487,9 @@ def _rows(tensors: Sequence[Tensor], *, inner: bool = False) -> list[list[int]]:
             strides.insert(0, step)
     if len(sizes) > DIMS:
         split = next(dim for dim in range(len(shape)) if shape[dim] > 1)
-        return [row for parts in zip(*(tensor.unbind(split) for tensor in tensors), strict=True) for row in _rows(parts, inner=inner)]
+        return [
+            row for parts in zip(*(tensor.unbind(split) for tensor in tensors), strict=True) for row in _rows(parts, inner=inner)
+        ]
     missing = DIMS - len(sizes)
     row = [1] * missing + sizes
     for operand, tensor in enumerate(tensors):

@@ -23,8 +23,8 @@ from .elementwise import apply, fill_with_momentum
 from .executor import StepExecutor
 from .ortho_batch import BatchMemory, OrthoBatch
 from .rounding import Elements
-from .shared_blocks import BlockMaxima, store_scales, whole_momentum
 from .shards import ShardView, grouped, store_rule_state
+from .shared_blocks import BlockMaxima, store_scales, whole_momentum
 from .step_param import UNOBSERVED, Observer, RunningStep, StepParam
 from .views import window_of
 

@@ -65,9 +65,7 @@ def _momentum_blocks(
     return MomentumBlocks(scales_shape, place[index].to(device), spans, shared=bool(axes) and len(spans) > 1)
 
 
-def _block_of_columns(
-    matrix_sets: Sequence[MatrixSet], cols: int, block: int
-) -> tuple[Tensor, dict[StridedRange | None, slice]]:
+def _block_of_columns(matrix_sets: Sequence[MatrixSet], cols: int, block: int) -> tuple[Tensor, dict[StridedRange | None, slice]]:
     """The block of each column, and the blocks of each window of columns. Blocks count from the first column of each matrix."""
     spans: dict[StridedRange | None, slice] = {}
     block_of, count = _numbers(cols), 0

@@ -352,8 +352,8 @@ def _check_momentum_dtype(name: str, param_state: Mapping[str, Any], saved_optio
     found = str(getattr(param_state.get(MOMENTUM), "dtype", None)).removeprefix("torch.")
     if "momentum_dtype" in saved_options and (said == "int8") != (found == "int8"):
         raise StateError(
-            f"{name} was saved with momentum_dtype={said}, but its momentum_buffer is in {found}: dcp.load has copied it into the "
-            "state of an optimizer with another momentum_dtype, which is wrong for int8. Build the optimizer with the "
+            f"{name} was saved with momentum_dtype={said}, but its momentum_buffer is in {found}: dcp.load has copied it into "
+            "the state of an optimizer with another momentum_dtype, which is wrong for int8. Build the optimizer with the "
             "momentum_dtype of the checkpoint before loading, and set that of its groups afterwards to convert the momentum."
         )
 

@@ -204,4 +204,6 @@ def test_momentum_is_not_converted_where_ranks_share_blocks() -> None:
         return str(raised.value)
 
     for message in run_threads(2, main):
-        assert message.startswith("w: its momentum cannot be converted to int8 on cpu [S(1)] on 2, where ranks share blocks of 128")
+        assert message.startswith(
+            "w: its momentum cannot be converted to int8 on cpu [S(1)] on 2, where ranks share blocks of 128"
+        )
