@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .matrices import Interleaved
     from .optim import DistMuon, Muon, TorchMuon
     from .ortho import Scheme, Workspace, halley, hybrid, keller, orthogonalize, polar_express, zolotarev
-    from .params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule
+    from .params.rules import Hyperball, MuonEq, MuonPlus, NorMuon, UpdateFloor, UpdateRule, WeightNumbers
     from .plan import CostModel, Plan
     from .qk_clip.max_logits import MaxLogits
     from .routing.param_groups import get_default_muon_param_groups
@@ -44,6 +44,7 @@ __all__ = [
     "CostModel",
     "DistMuon",
     "GradientError",
+    "Hyperball",
     "InactiveWarning",
     "Interleaved",
     "KernelError",
@@ -69,7 +70,9 @@ __all__ = [
     "UnknownOptionError",
     "UnsupportedError",
     "UntestedTorchWarning",
+    "UpdateFloor",
     "UpdateRule",
+    "WeightNumbers",
     "Workspace",
     "clip_grad_norm_",
     "get_default_muon_param_groups",

@@ -146,21 +146,22 @@ class MatrixSet:
         """Outputs and inputs: what learning-rate rules call rows and columns."""
         return (self.cols, self.rows) if self.flipped else (self.rows, self.cols)
 
-    def rule_state_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def rule_state_shape(self, shape: Sequence[int], *, per_input: bool = False) -> tuple[int, ...]:
         """Shape of a rule's state, one number per output of each matrix, for a parameter of ``shape``: all other dims are 1.
 
-        (96, 64) gives (96, 1); experts (8, 96, 64) give (8, 96, 1), or (8, 1, 64) if they are ``flipped``.
+        (96, 64) gives (96, 1), or (1, 64) if there is one number ``per_input``; experts (8, 96, 64) give (8, 96, 1), or
+        (8, 1, 64) if they are ``flipped``.
         """
-        outputs = self.stack_dims + (1 if self.flipped else 0)
-        return tuple(size if dim < self.stack_dims or dim == outputs else 1 for dim, size in enumerate(shape))
+        rows, along_cols = self.stack_dims, self.flipped != per_input
+        return tuple(size if dim < rows or (dim > rows) == along_cols else 1 for dim, size in enumerate(shape))
 
-    @property
-    def rule_state_window(self) -> Window | None:
-        """Which part of the rule's state belongs to these matrices."""
+    def rule_state_window(self, shape: Sequence[int]) -> Window | None:
+        """Which part of rule state of this ``shape`` belongs to these matrices."""
         if self.window is None:
             return None
-        rows, cols = self.window
-        return (StridedRange(0, 1), cols) if self.flipped else (rows, StridedRange(0, 1))
+        only, sizes = StridedRange(0, 1), shape[self.stack_dims : self.stack_dims + 2]
+        rows, cols = (only if size == 1 else part for size, part in zip(sizes, self.window, strict=True))
+        return rows, cols
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from ..device import known_to_host
-from ..execute import RuleChain
 from ..layout import Layout
 from ..ortho import Orthogonalizer, Rational, Scheme, Step
 from ..params.checks import momentum_is_cycled
@@ -39,16 +38,14 @@ def owner_assignments(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 def recipe_text(record: ParamRecord) -> str:
     """How a parameter's matrices are computed: scheme, dtype and update rule. It is part of the plan's digest."""
-    rule = "" if record.rule is None else f", {_stable_text(record.rule)}"
+    rules = "".join(f", {_stable_text(rule)}" for rule in record.rules)
     norm_floor = record.scheme.norm_floor if isinstance(record.scheme, Scheme) else 0
     floor = f", norms of at least {norm_floor:g}" if norm_floor else ""
-    return f"{_scheme_text(record.scheme)} in {str(record.compute_dtype).removeprefix('torch.')}{rule}{floor}"
+    return f"{_scheme_text(record.scheme)} in {str(record.compute_dtype).removeprefix('torch.')}{rules}{floor}"
 
 
 def _stable_text(value: object) -> str:
     """``repr(value)``, or the name of its class if the class defines no ``__repr__``: the default one shows an address."""
-    if isinstance(value, RuleChain):
-        return ", ".join(map(_stable_text, value.rules))
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}" if kind.__repr__ is object.__repr__ else repr(value)
 

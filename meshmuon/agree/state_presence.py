@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..execute import rule_memories
 from ..params.groups import rounds_stochastically
 from ..params.param_record import ParamRecord
-from ..state.param_state import ADAMW_KEYS, COUNTER, MOMENTUM, RULE_STATE
+from ..state.param_state import ADAMW_KEYS, COUNTER, MOMENTUM
 from ..torch_compat import local_part
 from .differences import ABSENT, ELSEWHERE, PRESENT
 
@@ -24,7 +25,7 @@ def has_all_state(state: Mapping[str, Any] | None, named: ParamRecord) -> bool:
         return False
     if not named.param_group["use_muon"]:
         return all(key in state for key in ADAMW_KEYS)
-    return MOMENTUM in state and (named.rule is None or not named.rule.remembers() or RULE_STATE in state)
+    return MOMENTUM in state and all(key in state for key in rule_memories(named.rules, (1, 1)))
 
 
 @dataclass(frozen=True, slots=True)

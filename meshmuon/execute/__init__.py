@@ -6,24 +6,25 @@ from .executor import Executor, StepExecutor
 from .int8_momentum import Int8Momentum, MomentumBlocks
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
-from .settings import ExecutorSettings
+from .settings import CommDtype, CommDtypeLike, ExecutorSettings
 from .step_param import (
     UNOBSERVED,
     CheckedUpdates,
     MatrixKey,
     Observer,
-    RuleChain,
     RunningStep,
     StepParam,
     StepSettings,
-    UpdateRule,
-    may_fail,
 )
+from .update_rule import RULE_STATE, UpdateRule, WeightNumbers, may_fail, rule_memories
 from .views import window_of
 
 __all__ = [
+    "RULE_STATE",
     "UNOBSERVED",
     "CheckedUpdates",
+    "CommDtype",
+    "CommDtypeLike",
     "DataParallelExecutor",
     "Elements",
     "Elementwise",
@@ -36,16 +37,17 @@ __all__ = [
     "RandomWords",
     "ReferenceExecutor",
     "RoundingScratch",
-    "RuleChain",
     "RunningStep",
     "StepExecutor",
     "StepParam",
     "StepSettings",
     "UpdateRule",
+    "WeightNumbers",
     "advance_counters",
     "chunks_of",
     "elements_held",
     "may_fail",
     "round_stochastically",
+    "rule_memories",
     "window_of",
 ]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..plan import NO_WAVE, WaveHops, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
-from .buffers import PlacedPiece, RelayMemory, Stage, Staging, strided_views
+from ..plan import NO_WAVE, WaveHops, WaveSizes, cuts_blocks, gradient_read_order, slot_sizes, wave_sizes
+from .buffers import PlacedPiece, PlacedTransfers, RelayMemory, Stage, Staging, int8_views, offsets_of
+from .int8 import Int8View
 from .local_batch import STAGED_IN_FLIGHT, LocalBatch, StagedBatch
 from .ortho_batch import MATRICES, OrthoBatch
-from .program_builder import MatrixBatch, MatrixRange, PlacedTransfers, ProgramBuilder, batch_size, gathers, offsets_of, scatters
+from .program_builder import MatrixBatch, MatrixRange, ProgramBuilder, batch_size, gathers, scatters
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
-from .shards import MomentumViews, UpdateViews
-from .wave import NO_COPIES, CopyPairs, OwnedBatch, RankWave, Wave
+from .shards import MomentumViews, ShardView, UpdateViews
+from .wave import NO_COPIES, Copies, CopyPairs, OwnedBatch, RankWave, Wave
+from .weight_sums import WeightSums, new_table
+from .wire import FromInt8, LaneWire, Places, ToInt8, Way, batch_in_int8, packing, unpacking
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 """Where staged batches are orthogonalised, in turns."""
@@ -33,7 +36,7 @@ class RankProgram:
     first_sends_last: bool = False  # as there
     local: tuple[LocalBatch, ...] = ()  # matrices that need no exchange
     staged: tuple[StagedBatch, ...] = ()  # the same for weights in host memory
-    rule_states: tuple[RuleStateExchange, ...] = ()  # the rule state of the matrices that are exchanged, one per device and dtype
+    rule_states: tuple[RuleStateExchange, ...] = ()  # those of the matrices that are exchanged, one per device, dtype and memory
     freed_at_end: Sequence[int] = ()  # the parameters whose gradients no wave and no batch frees
     stagings: tuple[Staging, ...] = ()  # host memory between weights that are there and their devices
 
@@ -46,18 +49,16 @@ class RankProgramBuilder(ProgramBuilder):
         local_ranges, staged_ranges = self._local_ranges()
         local_batches, *wave_batches = self.reserved_batches([local_ranges, *self.owned_ranges])
         (staged_batches,) = self.reserved_batches([staged_ranges], _STAGED)
-        sizes = [wave_sizes(routes) for routes in self.routes]
+        sizes = [wave_sizes(routes, self.lane_wire(k).nbytes) for k, routes in enumerate(self.routes)]
         self._reserve_buffers(sizes)
         frees, freed_at_end = self._freed_gradients([*local_batches, *staged_batches])
-        waves, owned_rule_state = [], dict[int, Tensor]()
+        waves, owned_rule_state = [], dict[tuple[int, int], Tensor]()
         for k, owned in enumerate(wave_batches):
             owned_batches = [(batch, self.ortho_batch(batch)) for batch in owned]
             waves.append(self._wave(k, sizes[k], owned_batches, frees[k]))
             for batch, ortho_batch in owned_batches:
-                if ortho_batch.rule_state is not None:
-                    owned_rule_state |= {
-                        matrix.task: numbers for matrix, numbers in zip(batch, ortho_batch.rule_state, strict=True)
-                    }
+                for memory, of_batch in enumerate(ortho_batch.rule_state):
+                    owned_rule_state |= {(m.task, memory): numbers for m, numbers in zip(batch, of_batch, strict=True)}
         local_frees = iter(frees[len(waves) :])
         local = [self._local_batch(batch, self.ortho_batch(batch), next(local_frees)) for batch in local_batches]
         for k, batch in enumerate(staged_batches):
@@ -96,13 +97,16 @@ class RankProgramBuilder(ProgramBuilder):
     ) -> LocalBatch:
         """A batch with the place of its matrices in the parameters; with views of ``in_host`` where they are staged."""
         stacked = ortho_batch.stacked if in_host is None else in_host
-        shards, rule_state, stop = [], [], 0
+        shards, rule_state, stop, sums = list[ShardView](), [], 0, None
+        if self.template(batch).scales:
+            sums = WeightSums(new_table(batch_size(batch), stacked.device))
         for matrix_range in batch:
             start, stop = stop, stop + matrix_range.stop - matrix_range.start
-            shards += self.shard_views(matrix_range, stacked[start:stop])
-            if ortho_batch.rule_state is not None:
-                rule_state += self.rule_state_views(matrix_range, ortho_batch.rule_state[start:stop])
-        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.momentum_slot(slot))
+            of_range = self.shard_views(matrix_range, stacked[start:stop])
+            shards += of_range if sums is None else [replace(shard, rows=slice(start, stop)) for shard in of_range]
+            for memory, of_batch in enumerate(ortho_batch.rule_state):
+                rule_state += self.rule_state_views(matrix_range, of_batch[start:stop], memory)
+        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.momentum_slot(slot), sums)
         return LocalBatch(ortho_batch, MomentumViews(shards, self.step_params), updates, rule_state, frees)
 
     def _staged_batch(self, batch: MatrixBatch, number: int, frees: Sequence[int]) -> StagedBatch:
@@ -151,7 +155,7 @@ class RankProgramBuilder(ProgramBuilder):
                 for name, size in zip(("shards", "gathered", "results"), largest, strict=True):
                     self._buffer(name, waves[0], slot, size)
                 self._stage(waves[0], slot, largest[0])
-            self._unrounded_buffer(waves[0], max(sizes[k].shards for k in waves))
+            self._unrounded_buffer(waves[0], max(wave_sizes(self.routes[k]).shards for k in waves))
         if self.plan.relayed:
             self._reserve_relays(self.plan.hops, [f"slot {wave % slots}" for wave in range(len(sizes))])
 
@@ -159,65 +163,75 @@ class RankProgramBuilder(ProgramBuilder):
         """Allocates the buffers between the hops of relayed exchanges at their largest size; ``places`` has that of each wave."""
         for wave, (exchanges, place) in enumerate(zip(hops, places, strict=True)):
             for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
-                memory = RelayMemory(self.workspace, place, direction)
-                memory.reserve(exchange, self.plan.ranks.index(self.rank), *self._wire(wave))
+                dtype, device = self._wire(wave)
+                memory = RelayMemory(self.workspace, place, direction, dtype)
+                memory.reserve(exchange, self.plan.ranks.index(self.rank), dtype, device)
 
     def _wire(self, wave: int) -> tuple[torch.dtype, torch.device]:
-        template = self.lane_template(wave)
-        return template.comm_dtype, template.work_device
+        return self.lane_wire(wave).base, self.lane_template(wave).work_device
 
-    def _buffer(self, name: str, wave: int, slot: int, size: int) -> Tensor:
-        return self.workspace.take(f"{name} {slot}", (size,), *self._wire(wave))
+    def _buffer(self, name: str, wave: int, slot: int, nbytes: int) -> Tensor:
+        dtype, device = self._wire(wave)
+        return self.workspace.take(f"{name} {slot}", (nbytes // dtype.itemsize,), dtype, device)
 
-    def _stage(self, wave: int, slot: int, size: int) -> Stage | None:
+    def _stage(self, wave: int, slot: int, nbytes: int) -> Stage | None:
         """The stage of shards in host memory whose exchange buffer is on a device; None for all others."""
         if not self.lane_template(wave).staged:
             return None
-        shards = self._buffer("shards", wave, slot, size)
+        shards = self._buffer("shards", wave, slot, nbytes)
         return self.staging(shards.device).flat(f"shards {slot}", shards)
 
     def _unrounded_buffer(self, wave: int, size: int) -> Tensor | None:
-        """Where momentum is written in full precision before it is rounded for the wire; None if it need not be."""
-        template = self.lane_template(wave)
-        rounded_in_passing = self.settings.fuses(template.param.device) and template.update_dtype == torch.float32
-        if template.comm_dtype == template.update_dtype or rounded_in_passing:
+        """Where this rank's shards are in full precision, before they are rounded for the wire or after; None if never."""
+        template, wire = self.lane_template(wave), self.lane_wire(wave)
+        if torch.int8 not in (wire.gather, wire.scatter) and self._rounds_in_passing(wave):
             return None
         return self.workspace.take("unrounded", (size,), template.update_dtype, template.param.device)
+
+    def _rounds_in_passing(self, wave: int) -> bool:
+        """Whether momentum is written to the exchange buffer in its dtype at once."""
+        template, gather = self.lane_template(wave), self.lane_wire(wave).gather
+        fuses = self.settings.fuses(template.param.device) and template.update_dtype == torch.float32
+        return gather == template.update_dtype or (fuses and gather != torch.int8)
 
     def _wave(
         self, k: int, sizes: WaveSizes, owned_batches: Sequence[tuple[MatrixBatch, OrthoBatch]], frees: Sequence[int]
     ) -> Wave:
         # plan/routes.py describes the buffers, and why the scatter may receive into what the gather has sent.
-        routes, slot, params = self.routes[k], k % self.plan.options.in_flight, self.wave_params[k]
+        routes, slot, params, wire = self.routes[k], k % self.plan.options.in_flight, self.wave_params[k], self.lane_wire(k)
         shards, gathered = self._buffer("shards", k, slot, sizes.shards), self._buffer("gathered", k, slot, sizes.gathered)
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else gathered
         stage = self._stage(k, slot, sizes.shards)
         near_weights = shards if stage is None else stage.host  # the same shards, in the memory of the weights
-        unrounded = self._unrounded_buffer(k, sizes.shards)
-        filled = near_weights if unrounded is None else unrounded
-        staying = offsets_of(routes.staying, sizes.staying_offset)
-        gather_out, scatter_in = offsets_of(routes.gather_out), offsets_of(routes.scatter_in)
+        unrounded = self._unrounded_buffer(k, wave_sizes(routes).shards)
+        staying = offsets_of(routes.staying, sizes.staying_offset, lambda piece: wire.nbytes.of(piece).held)  # in bytes
+        gather = Way.of(wire.gather, routes.gather_out, routes.gather_in, staying)
+        scatter = Way.of(wire.scatter, routes.scatter_in, routes.scatter_out, staying)
+        filled, rounding = self._beside_wire(gather, near_weights, None if self._rounds_in_passing(k) else unrounded, ToInt8)
+        in_int8 = scatter.dtype == torch.int8
+        received, restoring = self._beside_wire(scatter, near_weights, unrounded if in_int8 else None, FromInt8)
         sent = {transfer.task for transfer in routes.gather_out}
-        unsent = [(transfer, offset) for transfer, offset in scatter_in if transfer.task not in sent]
-        unpack_from = [(offsets_of(routes.gather_in), gathered), (staying, shards)]
-        pack_into = [(offsets_of(routes.scatter_out), results), (staying, shards)]
+        unsent = [(transfer, offset) for transfer, offset in scatter.own if transfer.task not in sent]
         routes_of_rank = partial(self.routes_of_wave, k)
-        relayed = partial(RelayMemory, self.workspace, f"slot {slot}")
+        relayed = partial(RelayMemory, self.workspace, f"slot {slot}", base=wire.base)
         return Wave(
             params=params,
             momentum_views=MomentumViews(
-                self.piece_views([*gather_out, *staying], filled), self.step_params, self.piece_views(unsent, near_weights)
+                self.piece_views(*filled), self.step_params, self.piece_views(unsent, near_weights.view(scatter.dtype))
             ),
-            rounding=NO_COPIES if unrounded is None else CopyPairs([near_weights], [unrounded]),
-            gather=self.prepare_exchange(gathered, shards, gathers(routes_of_rank), relayed("gather")),
-            owned_batches=tuple(_owned_batch(*batch, unpack_from, pack_into) for batch in owned_batches),
-            scatter=self.prepare_exchange(shards, results, scatters(routes_of_rank), relayed("scatter")),
-            update_views=UpdateViews(
-                self.piece_views([*scatter_in, *staying], near_weights),
-                self.step_params,
-                RoundingScratch(self.workspace, "rounding beside"),
-                self.momentum_slot(slot),
+            rounding=rounding,
+            gather=self.prepare_exchange(
+                *gather.of_dtype(gathered, shards), gathers(routes_of_rank), relayed(direction="gather")
             ),
+            owned_batches=tuple(
+                self._owned_batch(*batch, gather.places(gathered, shards), scatter.places(results, shards), wire)
+                for batch in owned_batches
+            ),
+            scatter=self.prepare_exchange(
+                *scatter.of_dtype(shards, results), scatters(routes_of_rank), relayed(direction="scatter")
+            ),
+            restoring=restoring,
+            update_views=self._update_views(k, *received),
             frees=frees,
             fallible=any(self.step_params[param].fallible for param in params),
             repeated=self.repeated,
@@ -227,29 +241,64 @@ class RankProgramBuilder(ProgramBuilder):
             sends_last=self.plan.first_sends_last and k == 0,
         )
 
+    def _update_views(self, wave: int, placed: PlacedTransfers, buffer: Tensor) -> UpdateViews:
+        """The views of a wave's updates. The table of sums has a row for each of its tasks whose rules ask for them."""
+        tasks = (t for t, task in enumerate(self.plan.tasks) if task.wave == wave and self.step_params[task.param].scales)
+        rows, shards = {task: row for row, task in enumerate(tasks)}, list[ShardView]()
+        for transfer, offset in placed:
+            of_piece = self.piece_views([(transfer, offset)], buffer)
+            if (row := rows.get(transfer.task)) is not None:
+                holdings = self.plan.tasks[transfer.task].sharded.holdings
+                counted = self.rank == next(rank for rank in transfer.piece.holders if rank in holdings)
+                of_piece = [replace(shard, rows=slice(row, row + 1), counted=counted) for shard in of_piece]
+            shards += of_piece
+        template, slot = self.lane_template(wave), self.momentum_slot(wave % self.plan.options.in_flight)
+        sums = WeightSums(new_table(len(rows), template.param.device), template.work_device) if rows else None
+        return UpdateViews(shards, self.step_params, RoundingScratch(self.workspace, "rounding beside"), slot, sums)
 
-def _owned_batch(
-    batch: MatrixBatch,
-    ortho_batch: OrthoBatch,
-    unpack_from: Sequence[tuple[PlacedTransfers, Tensor]],
-    pack_into: Sequence[tuple[PlacedTransfers, Tensor]],
-) -> OwnedBatch:
-    """A batch with its copies.
+    def _beside_wire(
+        self, way: Way, buffer: Tensor, unrounded: Tensor | None, int8_copies: Callable[[list[Int8View]], Copies]
+    ) -> tuple[tuple[PlacedTransfers, Tensor], Copies]:
+        """Where this rank's pieces are for its weights, in which buffer, and the copies between there and the exchange buffer.
 
-    ``unpack_from`` says where the pieces lie in the buffers when the gather is done, ``pack_into`` where the pieces of the result
-    must go.
-    """
-    position = {matrix.task: k for k, matrix in enumerate(batch)}
+        They are one after the other in ``unrounded`` or, if that is None, in the exchange buffer itself.
+        """
+        placed, buffer = [*way.own, *way.staying], buffer.view(way.dtype)
+        if unrounded is None:
+            return (placed, buffer), NO_COPIES
+        numbers = offsets_of([transfer for transfer, _ in placed])
+        place = numbers, unrounded
+        if way.dtype == torch.int8:
+            pieces = [PlacedPiece(t.piece, offset, at) for (t, offset), (_, at) in zip(placed, numbers, strict=True)]
+            return place, int8_copies(int8_views(pieces, unrounded, buffer))
+        if numbers == placed:  # all of it in one copy
+            total = sum(transfer.piece.size for transfer, _ in placed)
+            return place, CopyPairs([buffer[:total]], [unrounded[:total]])
+        narrow, wide = (
+            [flat[at : at + t.piece.size] for t, at in at_of] for flat, at_of in ((buffer, placed), (unrounded, numbers))
+        )
+        return place, CopyPairs(narrow, wide)
 
-    def copies(places: Sequence[tuple[PlacedTransfers, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-        in_batch: list[Tensor] = []
-        in_buffers: list[Tensor] = []
-        for transfers, buffer in places:
-            placed = [PlacedPiece(t.piece, offset, position[t.task]) for t, offset in transfers if t.task in position]
-            of_batch, of_buffer = strided_views(placed, ortho_batch.stacked, buffer)
-            in_batch += of_batch
-            in_buffers += of_buffer
-        return in_batch, in_buffers
+    def _owned_batch(
+        self, batch: MatrixBatch, ortho_batch: OrthoBatch, unpack_from: Places, pack_into: Places, wire: LaneWire
+    ) -> OwnedBatch:
+        """A batch with its copies.
 
-    (unpacked, arrived), (packed, leaving) = copies(unpack_from), copies(pack_into)
-    return OwnedBatch(ortho_batch, unpack=CopyPairs(unpacked, arrived), pack=CopyPairs(leaving, packed))
+        ``unpack_from`` says where the pieces lie in the buffers when the gather is done, ``pack_into`` where the pieces of the
+        result must go.
+        """
+        position = {matrix.task: k for k, matrix in enumerate(batch)}
+        arrived, leaving = (
+            [
+                ([PlacedPiece(t.piece, offset, position[t.task]) for t, offset in transfers if t.task in position], buffer)
+                for transfers, buffer in places
+            ]
+            for places in (unpack_from, pack_into)
+        )
+        cut = wire.scatter == torch.int8 and any(cuts_blocks(self.plan.tasks[matrix.task].sharded) for matrix in batch)
+        in_int8 = batch_in_int8(ortho_batch.stacked, self.workspace) if cut or wire.by_owner else None
+        return OwnedBatch(
+            ortho_batch,
+            unpack=unpacking(arrived, ortho_batch.stacked, in_int8 if wire.by_owner else None),
+            pack=packing(leaving, ortho_batch.stacked, in_int8),
+        )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..device import copy_to
 from ..errors import KernelError
+from .int8 import Int8View, dequantise, quantise
 from .int8_momentum import Int8Momentum
 from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
 
@@ -208,6 +209,18 @@ class Elementwise:
         """Copies each source to its target."""
         torch._foreach_copy_(targets, sources)
 
+    def quantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the numbers of each view as int8."""
+        scratch = RoundingScratch()
+        for view in views:
+            quantise(view.numbers, view.quanta, view.scales, view.first, scratch=scratch)
+
+    def dequantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the int8 of each view as numbers."""
+        scratch = RoundingScratch()
+        for view in views:
+            dequantise(view.quanta, view.scales, view.numbers, view.first, scratch=scratch)
+
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills tensors with ``value`` where ``mask``, on a device, broadcast and constant along rows, is not 0."""
         mask = mask != 0
@@ -229,6 +242,7 @@ class _Nothing(Elementwise):
     """Leaves everything as it is."""
 
     accumulate = fill = fill_int8 = apply = copy = fill_if = lambda *_, **__: None  # type: ignore[assignment]
+    quantise = dequantise = lambda *_, **__: None  # type: ignore[assignment]
 
 
 _PLAIN = Elementwise()
@@ -336,6 +350,14 @@ class FusedElementwise(Elementwise):
         for fused, (t, s) in _by_dtype(targets, sources):
             (self._kernels if fused else self._plain).copy(t, s)
 
+    def quantise(self, views: Sequence[Int8View]) -> None:
+        for fused, of_dtype in _views_by_dtype(views):
+            (self._kernels if fused else self._plain).quantise(of_dtype)
+
+    def dequantise(self, views: Sequence[Int8View]) -> None:
+        for fused, of_dtype in _views_by_dtype(views):
+            (self._kernels if fused else self._plain).dequantise(of_dtype)
+
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         for fused, (of_dtype,) in _by_dtype(tensors):
             (self._kernels if fused else self._plain).fill_if(of_dtype, copy_to(mask, of_dtype[0].device), value)
@@ -355,9 +377,6 @@ class FusedElementwise(Elementwise):
         return reduce(torch.logical_or, (copy_to(flag, device) for flag in found))
 
 
-_FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
-
-
 def _wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_narrow(dtype) else dtype
 
@@ -373,6 +392,18 @@ def _first_columns(tensors: Sequence[Tensor], scales: Sequence[Tensor]) -> list[
             tensor = tensor.select(-1, 0)
         columns.append(tensor.unsqueeze(-1).expand(rows.shape))
     return columns
+
+
+def _views_by_dtype(views: Sequence[Int8View]) -> Iterator[tuple[bool, list[Int8View]]]:
+    """The same for views of int8, by the dtype of their numbers."""
+    groups: dict[Hashable, list[Int8View]] = {}
+    for view in views:
+        groups.setdefault((view.numbers.dtype, view.numbers.device), []).append(view)
+    for (dtype, device), members in groups.items():
+        yield device.type == "cuda" and dtype in _FUSED, members
+
+
+_FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
 
 
 def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:

@@ -6,6 +6,7 @@ column of the whole matrix (its last dim, as stored). The last block of a row ma
 bits that the whole matrix would get; who cuts a block must know the scale of the whole block.
 
 - ``quantise(numbers, quanta, scales, first)`` writes int8 and the scales, bfloat16 of shape ``scales_shape(shape, first)``.
+  They may also be given as their bytes: int8, twice as many in the last dim, at any address.
 - ``dequantise(quanta, scales, out, first)`` is quanta · scale, which is exact in float32; ``out`` rounds to its dtype.
 - ``round_to_int8(numbers, first)`` is both in place: what arrives after a journey in int8.
 - ``scales_from(amax)`` and ``quanta_of(numbers, scales)`` are the halves of ``quantise``, for scales that are found elsewhere.
@@ -29,27 +30,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..device import known_to_host
+from ..plan import BLOCK, SCALE_BYTES
 from .rounding import RandomWords, RoundingScratch, chunks_of, noise_from
 
-BLOCK = 128
-"""Elements of a row that share a scale."""
-
 SCALE_DTYPE = torch.bfloat16
-SCALE_BYTES = 2
 
 # Numbers of float32: the one nearest to 1/127, the smallest normal one, the largest scale whose 127-fold is finite.
 PER_AMAX, LEAST_SCALE, MOST_SCALE = 0.007874015718698502, 2.0**-126, 2.679225179003971e36
 ROUNDS = 1.5 * 2**23  # added to a number of less than 2²² in float32, leaves the nearest integer; of two, the even one
 
 
+@dataclass(frozen=True, slots=True)
+class Int8View:
+    """Numbers, and where they are in int8: views of shapes (…, rows, cols), the scales as bytes, (…, rows, 2 · blocks)."""
+
+    numbers: Tensor
+    quanta: Tensor
+    scales: Tensor
+    first: int  # column of the whole matrix where they begin, modulo ``BLOCK``
+    # For kernels, equal shapes (…, blocks, elements of a block): numbers, quanta, and the first byte of the scale of each.
+    parts: tuple[tuple[Tensor, Tensor, Tensor], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = []
+        for cols, blocks in parts_of(self.numbers.shape[-1], self.first):
+            numbers, quanta = blocked(self.numbers[..., cols]), blocked(self.quanta[..., cols])
+            scales = self.scales[..., _byte_range(blocks)][..., ::SCALE_BYTES]
+            parts.append((numbers, quanta, scales.unsqueeze(-1).expand(numbers.shape)))
+        object.__setattr__(self, "parts", tuple(parts))
+
+
 def blocks_in(cols: int, first: int = 0) -> int:
     """How many blocks ``cols`` columns touch if column ``first`` of the matrix is the first of them."""
     return -(-(first % BLOCK + cols) // BLOCK) if cols else 0
+
+
+def block_of(columns: Tensor) -> Tensor:
+    """The block of each column."""
+    return columns // BLOCK
 
 
 def scales_shape(shape: Sequence[int], first: int = 0) -> tuple[int, ...]:
@@ -70,15 +94,20 @@ def quantise(
     for cut in _cuts(numbers):
         rows, quanta_rows, scale_rows = numbers[cut], quanta[cut], scales[cut]
         noise = None if words is None else noise_from(words.cut_out(cut), rows.shape, scratch)
-        for cols, blocks in _parts(numbers.shape[-1], first):
-            part = _blocked(rows[..., cols])
+        for cols, blocks in parts_of(numbers.shape[-1], first):
+            part = blocked(rows[..., cols])
             if part.dtype != torch.float32:
                 part = scratch.take("wide", part.shape, torch.float32, part.device).copy_(part)
             ratios = scratch.take("ratios", part.shape, torch.float32, part.device)
             scale = scales_from(torch.abs(part, out=ratios).amax(-1))
-            of_part = None if noise is None else _blocked(noise[..., cols])
-            _blocked(quanta_rows[..., cols]).copy_(quanta_of(part, scale.unsqueeze(-1), of_part, ratios))
-            scale_rows[..., blocks] = scale
+            of_part = None if noise is None else blocked(noise[..., cols])
+            blocked(quanta_rows[..., cols]).copy_(quanta_of(part, scale.unsqueeze(-1), of_part, ratios))
+            # By its bits: what a NaN becomes in a conversion depends on the CPU.
+            narrow = (scale.view(torch.int32) >> 16).to(torch.int16).view(SCALE_DTYPE)
+            if scales.dtype == torch.int8:
+                scale_rows[..., _byte_range(blocks)] = narrow.view(torch.int8)
+            else:
+                scale_rows[..., blocks] = narrow
 
 
 def quanta_of(numbers: Tensor, scales: Tensor, noise: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -102,10 +131,12 @@ def dequantise(quanta: Tensor, scales: Tensor, out: Tensor, first: int = 0, scra
     scratch = RoundingScratch() if scratch is None else scratch
     for cut in _cuts(quanta):
         quanta_rows, scale_rows, out_rows = quanta[cut], scales[cut], out[cut]
-        for cols, blocks in _parts(quanta.shape[-1], first):
-            part, target = _blocked(quanta_rows[..., cols]), _blocked(out_rows[..., cols])
+        for cols, blocks in parts_of(quanta.shape[-1], first):
+            part, target = blocked(quanta_rows[..., cols]), blocked(out_rows[..., cols])
             numbers = target if out.dtype == torch.float32 else scratch.take("ratios", part.shape, torch.float32, part.device)
-            torch.mul(part, scale_rows[..., blocks].unsqueeze(-1).float(), out=numbers)
+            as_bytes = scales.dtype == torch.int8  # which may begin at any address
+            scale = scale_rows[..., _byte_range(blocks)].clone().view(SCALE_DTYPE) if as_bytes else scale_rows[..., blocks]
+            torch.mul(part, scale.unsqueeze(-1).float(), out=numbers)
             if numbers is not target:
                 target.copy_(numbers)
 
@@ -117,6 +148,10 @@ def round_to_int8(numbers: Tensor, first: int = 0, words: RandomWords | None = N
     scales = torch.empty(scales_shape(numbers.shape, first), dtype=SCALE_DTYPE, device=numbers.device)
     quantise(numbers, quanta, scales, first, words, scratch)
     dequantise(quanta, scales, numbers, first, scratch)
+
+
+def _byte_range(blocks: slice) -> slice:
+    return slice(SCALE_BYTES * blocks.start, SCALE_BYTES * blocks.stop)
 
 
 def scales_from(amax: Tensor) -> Tensor:
@@ -131,7 +166,7 @@ def _cuts(tensor: Tensor) -> Iterator[tuple[slice, ...]]:
     return chunks_of(tensor.shape[:-1], tensor.device, unit=tensor.shape[-1]) if tensor.numel() else iter(())
 
 
-def _parts(cols: int, first: int) -> Iterator[tuple[slice, slice]]:
+def parts_of(cols: int, first: int) -> Iterator[tuple[slice, slice]]:
     """Columns in blocks of equal length, and the numbers of these blocks: the cut first one, whole ones, a short last one."""
     start, block = 0, 0
     head = min(cols, -first % BLOCK)
@@ -142,6 +177,6 @@ def _parts(cols: int, first: int) -> Iterator[tuple[slice, slice]]:
             start, block = start + length, block + count
 
 
-def _blocked(part: Tensor) -> Tensor:
-    """A view of columns from ``_parts``: (…, blocks, elements of a block)."""
+def blocked(part: Tensor) -> Tensor:
+    """A view of columns from ``parts_of``: (…, blocks, elements of a block)."""
     return torch.unflatten(part, -1, (max(1, part.shape[-1] // BLOCK), -1))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..matrices import MatrixSet, StridedRange
-from . import int8
+from .int8 import LEAST_SCALE, block_of, blocks_in, dequantise, quanta_of, quantise, scales_from
 from .views import Cut, cut_out
 
 
@@ -37,7 +37,7 @@ class MomentumBlocks:
         of_matrix = self.of_matrix[None if part.window is None else part.window[1]]
         index = cut_out(self.index, () if cut is None else cut[part.stack_dims + 1 :]).flatten() - of_matrix.start
         first = int(index[0]) if len(index) else 0
-        in_order = torch.equal(index, first + torch.arange(len(index), device=index.device) // int8.BLOCK)
+        in_order = torch.equal(index, first + block_of(torch.arange(len(index), device=index.device)))
         return ShardBlocks(of_matrix, index, first if in_order and not self.shared else None)
 
     def scales_of(self, scales: Tensor, stack_dims: int, cut: Cut | None, of_matrix: slice) -> Tensor:
@@ -76,7 +76,7 @@ class Int8Momentum:
             numbers = quanta * scales.float().index_select(-1, self.blocks.index)
         else:
             numbers = torch.empty(quanta.shape, dtype=torch.float32, device=quanta.device)
-            int8.dequantise(quanta, self._whole_blocks(scales), numbers)
+            dequantise(quanta, self._whole_blocks(scales), numbers)
         return numbers.view(self.quanta.shape)
 
     def with_joined_columns(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
@@ -100,18 +100,18 @@ class Int8Momentum:
         numbers = self._flat(numbers)
         if self.blocks.first is not None and changed is None:
             quanta = torch.empty(numbers.shape, dtype=torch.int8, device=numbers.device)
-            int8.quantise(numbers, quanta, self._whole_blocks(self.scales))
+            quantise(numbers, quanta, self._whole_blocks(self.scales))
         else:
             if self.old_scales is None:
                 changed = torch.ones_like(numbers) if changed is None else changed.float()
                 self.store_scales(self.largest(numbers), self.largest(changed))
-            divisors = self.scales.float().clamp_(min=int8.LEAST_SCALE)  # new ones are zeros
-            quanta = int8.quanta_of(numbers, divisors.index_select(-1, self.blocks.index))
+            divisors = self.scales.float().clamp_(min=LEAST_SCALE)  # new ones are zeros
+            quanta = quanta_of(numbers, divisors.index_select(-1, self.blocks.index))
         self.quanta.copy_(quanta.view(self.quanta.shape))
 
     def store_scales(self, largest: Tensor, changed: Tensor) -> None:
         """Stores the scales of blocks with these ``largest`` magnitudes where ``changed`` is not 0; both are (rows, blocks)."""
-        self.scales.copy_(torch.where(changed > 0, int8.scales_from(largest).to(self.scales.dtype), self.scales))
+        self.scales.copy_(torch.where(changed > 0, scales_from(largest).to(self.scales.dtype), self.scales))
 
     def largest(self, numbers: Tensor) -> Tensor:
         """The largest magnitude of ``numbers`` in each block, (rows, blocks); infinite where one of them is not finite."""
@@ -127,4 +127,4 @@ class Int8Momentum:
 
     def _whole_blocks(self, scales: Tensor) -> Tensor:
         first = self.blocks.first or 0
-        return scales[..., first : first + int8.blocks_in(len(self.blocks.index))]
+        return scales[..., first : first + blocks_in(len(self.blocks.index))]

@@ -25,7 +25,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from torch import Tensor
 
 from ..device import copy_to
-from . import int8
+from .int8 import BLOCK, LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS, Int8View
 
 TILE = 2048
 """Elements of a tile."""
@@ -41,8 +41,8 @@ _OPERAND = tl.constexpr(1 + DIMS)
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
-_PER_AMAX, _LEAST_SCALE = tl.constexpr(int8.PER_AMAX), tl.constexpr(int8.LEAST_SCALE)
-_MOST_SCALE, _ROUNDS = tl.constexpr(int8.MOST_SCALE), tl.constexpr(int8.ROUNDS)
+_PER_AMAX, _LEAST_SCALE = tl.constexpr(PER_AMAX), tl.constexpr(LEAST_SCALE)
+_MOST_SCALE, _ROUNDS = tl.constexpr(MOST_SCALE), tl.constexpr(ROUNDS)
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3, torch.int8: 3}
 """Dtypes that the kernels read and write, as they are told to the compiler."""
@@ -114,7 +114,7 @@ def _pointers(address: tl.tensor, offsets: tl.tensor, kind: tl.constexpr, dense:
     elif kind == 2:
         at = address.to(tl.pointer_type(tl.float16)) + offsets
     elif kind == 3:
-        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans, int8
+        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans, too
     else:
         at = address.to(tl.pointer_type(tl.uint64)) + offsets
     if dense:
@@ -424,11 +424,14 @@ class ListTable:
     """The table of a list of tensors on one device, and how a kernel is launched over it.
 
     ``operands`` has one list per operand; tensors at the same place have the same shape. The last ``broadcast`` ones are read
-    element by element. With ``block``, the last dim stays separate, and tiles have whole blocks of so many columns.
+    element by element. With ``by_rows``, a row of a tile is the innermost dim of a tensor, which is at most ``TILE`` long. With
+    ``block``, a tile has whole blocks of so many elements of the innermost dim.
     """
 
-    def __init__(self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0, block: int = 0) -> None:
-        rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors, inner=bool(block))]
+    def __init__(
+        self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0, *, by_rows: bool = False, block: int = 0
+    ) -> None:
+        rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors, by_rows=by_rows or block > 0)]
         inner = max((row[DIMS - 1] for row in rows), default=1)
         self.tile_cols = min(TILE, triton.next_power_of_2(max(inner, block)))
         self.tile_rows = TILE // self.tile_cols
@@ -442,7 +445,8 @@ class ListTable:
         self.width = 2 + DIMS + len(operands) * (1 + DIMS)
         vectors = operands[: len(operands) - broadcast]
         bytes_each = min((tensor.itemsize for tensors in vectors for tensor in tensors), default=2)
-        self.dense = all(_is_dense(row, len(vectors), max(8, 16 // bytes_each)) for row in rows)
+        as_bytes = not block and any(tensors[0].dtype == torch.int8 for tensors in operands)  # at any address
+        self.dense = not as_bytes and all(_is_dense(row, len(vectors), max(8, 16 // bytes_each)) for row in rows)
         device = operands[0][0].device
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
@@ -465,11 +469,11 @@ class ListTable:
         return empty
 
 
-def _rows(tensors: Sequence[Tensor], *, inner: bool = False) -> list[list[int]]:
+def _rows(tensors: Sequence[Tensor], *, by_rows: bool = False) -> list[list[int]]:
     """Rows of the table for one tensor of each operand: sizes, then address and strides per operand.
 
-    Neighbouring dims are joined if the strides of all operands allow it, except the ``inner`` one if it must stay. A tensor of
-    too many dims takes several rows.
+    Neighbouring dims are joined if the strides of all operands allow it; not the innermost one if ``by_rows``. A tensor of too
+    many dims takes several rows.
     """
     shape = tensors[0].shape
     if not tensors[0].numel():
@@ -478,9 +482,9 @@ def _rows(tensors: Sequence[Tensor], *, inner: bool = False) -> list[list[int]]:
     strides: list[list[int]] = []
     for dim in reversed(range(len(shape))):
         step = [tensor.stride(dim) for tensor in tensors]
-        if shape[dim] == 1 and (sizes or not inner):
+        if shape[dim] == 1 and (sizes or not by_rows):
             continue
-        if len(sizes) > inner and all(outer == inner * sizes[0] for outer, inner in zip(step, strides[0], strict=True)):
+        if len(sizes) > by_rows and all(outer == inner * sizes[0] for outer, inner in zip(step, strides[0], strict=True)):
             sizes[0] *= shape[dim]
         else:
             sizes.insert(0, shape[dim])
@@ -488,7 +492,9 @@ def _rows(tensors: Sequence[Tensor], *, inner: bool = False) -> list[list[int]]:
     if len(sizes) > DIMS:
         split = next(dim for dim in range(len(shape)) if shape[dim] > 1)
         return [
-            row for parts in zip(*(tensor.unbind(split) for tensor in tensors), strict=True) for row in _rows(parts, inner=inner)
+            row
+            for parts in zip(*(tensor.unbind(split) for tensor in tensors), strict=True)
+            for row in _rows(parts, by_rows=by_rows)
         ]
     missing = DIMS - len(sizes)
     row = [1] * missing + sizes
@@ -518,9 +524,10 @@ class ListKernels:
         # If set, kernels are launched over tables without elements, inside of this context.
         self.only_compiles: Callable[[], AbstractContextManager[None]] | None = None
 
-    def _table(self, *operands: Sequence[Tensor], broadcast: int = 0, block: int = 0) -> ListTable:
-        key = len(operands), broadcast, block, *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
-        table = self._tables.pop(key, None) or ListTable(operands, broadcast, block)
+    def _table(self, *operands: Sequence[Tensor], broadcast: int = 0, by_rows: bool = False, block: int = 0) -> ListTable:
+        places = ((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
+        key = len(operands), broadcast, by_rows, block, *places
+        table = self._tables.pop(key, None) or ListTable(operands, broadcast, by_rows=by_rows, block=block)
         self._tables[key] = table  # the last one used is the last one in the dict
         if len(self._tables) > self.MOST_TABLES:
             del self._tables[next(iter(self._tables))]
@@ -532,6 +539,22 @@ class ListKernels:
             return
         with self.only_compiles():
             table.emptied().launch(kernel, *arguments, **constants)
+
+    def quantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the numbers of each view, which have one dtype, as int8."""
+        from .int8_kernels import to_int8_kernel
+
+        self._launch_on_blocks(to_int8_kernel, views)
+
+    def dequantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the int8 of each view as numbers, which have one dtype."""
+        from .int8_kernels import from_int8_kernel
+
+        self._launch_on_blocks(from_int8_kernel, views)
+
+    def _launch_on_blocks(self, kernel: Any, views: Sequence[Int8View]) -> None:
+        operands = list(zip(*(part for view in views for part in view.parts), strict=True))
+        self._launch(self._table(*operands, by_rows=True), kernel, kind_0=_KINDS[views[0].numbers.dtype])
 
     def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
         """M ← retain·M + gain·G."""
@@ -575,14 +598,14 @@ class ListKernels:
         first = [rows[..., :1].expand(tensor.shape) for rows, tensor in zip(scales, quanta, strict=True)]
         operands = (grads, quanta, first) if views is None else (grads, quanta, views, first)
         self._launch(
-            self._table(*operands, broadcast=1, block=int8.BLOCK),
+            self._table(*operands, broadcast=1, block=BLOCK),
             _int8_momentum_kernel,
             *_as_arguments(retain, 1.0 if momentum is None else momentum, gain),
             retain_in_memory=isinstance(retain, Tensor),
             scales=gain != 1,
             looks_ahead=momentum is not None,
             fills=views is not None,
-            block=int8.BLOCK,
+            block=BLOCK,
             kind_0=_KINDS[grads[0].dtype],
             kind_2=_KINDS[torch.float32 if views is None else views[0].dtype],
         )

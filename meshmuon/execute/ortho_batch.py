@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -83,11 +83,17 @@ class OrthoBatch:
         self._params = [param for param, _ in matrices]  # of each matrix, the index of its parameter
         self._param_set = frozenset(self._params)
         self.stacked = memory.stacked(len(matrices), template)  # (size, rows, cols)
-        self.rule_state: Tensor | None = None  # (size, outputs) where the rule keeps numbers between steps
-        if template.rule_state is not None:
-            shape = len(matrices), 1, template.matrix_set.lr_shape[0]
-            self.rule_state = aligned_matrices(shape, template.update_dtype, template.work_device).zero_().squeeze(1)
-        self._rule, self._flipped = template.rule, template.matrix_set.flipped
+        self._per_input = list(template.memories.values())
+        # For each rule that keeps numbers between steps, (size, outputs), or (size, inputs) if there is one per input.
+        self.rule_state = [
+            aligned_matrices(
+                (len(matrices), 1, template.matrix_set.lr_shape[per_input]), template.update_dtype, self.stacked.device
+            )
+            .zero_()
+            .squeeze(1)
+            for per_input in self._per_input
+        ]
+        self._rules, self._flipped = template.rules, template.matrix_set.flipped
         self._one_by_one = settings.deterministic
         dtypes = template.compute_dtype, template.update_dtype
         # A callable need not be hashable; what is prepared for it keeps it alive.
@@ -133,40 +139,39 @@ class OrthoBatch:
         to it: its traceback refers to their frames, and the cycle would keep the optimizer alive.
         """
         if step.only_compiles:
-            self._spoil_nonfinite(step, None)
+            self._spoil_nonfinite(step, [])
             return True
         observer = step.observer
         may_undo = self._fallible or self._nonfinite is not None
-        rule_state = self.rule_state.clone() if may_undo and self.rule_state is not None else None
+        rule_state = [numbers.clone() for numbers in self.rule_state] if may_undo else []
         with observer.phase("orthogonalise"):
             try:
                 if step.idle:
                     self._overwrite_idle(step.idle)
                 # What a rule makes of the momentum before has another Gram matrix.
-                gram_follows = observer is not UNOBSERVED and self._rule is None and self._prepared.run_showing is not None
+                gram_follows = observer is not UNOBSERVED and not self._rules and self._prepared.run_showing is not None
                 observer.momentum(self.matrices, self.stacked, gram_follows=gram_follows)
-                if self._rule is None:
-                    self._run_prepared(observer, shows_gram=gram_follows)
-                else:
-                    batches = self._seen_by_rule()
-                    for stacked, _ in batches:
-                        self._rule.before(stacked)
-                    self._run_prepared(observer)
-                    for stacked, numbers in batches:
-                        self._rule.after(stacked, numbers)
+                batches = self._seen_by_rules() if self._rules else []
+                for stacked, _ in batches:
+                    for rule in self._rules:
+                        rule.before(stacked)
+                self._run_prepared(observer, shows_gram=gram_follows)
+                for stacked, memories in batches:
+                    for rule in self._rules:
+                        rule.after(stacked, next(memories) if rule.remembers() else None)
                 observer.update(self.matrices, self.stacked)
                 self._spoil_nonfinite(step, rule_state)
             except Exception as error:
                 if not self._fallible:
                     raise
-                if rule_state is not None and self.rule_state is not None:
-                    self.rule_state.copy_(rule_state)
+                for numbers, before in zip(self.rule_state, rule_state, strict=True):
+                    numbers.copy_(before)
                 step.failures.append(orthogonalize_error(self._names, f"{type(error).__name__}: {error}", self.matrices))
                 step.failures[-1].__cause__ = error
                 return False
         return True
 
-    def _spoil_nonfinite(self, step: RunningStep, rule_state: Tensor | None) -> None:
+    def _spoil_nonfinite(self, step: RunningStep, rule_state: Sequence[Tensor]) -> None:
         """If updates are guarded, makes a matrix NaN that is not finite, so that each holder sees it in its piece.
 
         Its rule state becomes the given one again. All other bits stay.
@@ -179,8 +184,8 @@ class OrthoBatch:
         if idle := [flag for flag, param in zip(flags, self._params, strict=True) if param in step.idle] if step.idle else []:
             torch._foreach_zero_(idle)
         step.elementwise.fill_if([self.stacked], flags[:, None, None], math.nan)
-        if rule_state is not None and self.rule_state is not None:
-            self.rule_state.copy_(torch.where(flags.isnan()[:, None], rule_state, self.rule_state))
+        for numbers, before in zip(self.rule_state, rule_state, strict=False):
+            numbers.copy_(torch.where(flags.isnan()[:, None], before, numbers))
         step.checked.append((self._names, flags))
 
     def _run_prepared(self, observer: Observer, *, shows_gram: bool = False) -> None:
@@ -190,20 +195,20 @@ class OrthoBatch:
             self._prepared.run()
         observer.orthogonalised(self.matrices, self.stacked)
 
-    def _seen_by_rule(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Batches (batch, outputs, inputs) with their rule state (batch, outputs, 1): one of all matrices, or one of each."""
+    def _seen_by_rules(self) -> list[tuple[Tensor, Iterator[Tensor]]]:
+        """Batches (batch, outputs, inputs) with the memories of the rules that remember: one of all matrices, or one of each."""
         size = 1 if self._one_by_one else len(self.stacked)
         batches = torch.split(self.stacked.mT if self._flipped else self.stacked, size)
-        if self.rule_state is None:
-            return [(stacked, None) for stacked in batches]
-        return list(zip(batches, torch.split(self.rule_state.unsqueeze(-1), size), strict=True))
+        of_rules = zip(self.rule_state, self._per_input, strict=True)
+        memories = [torch.split(numbers.unsqueeze(1 if per_input else 2), size) for numbers, per_input in of_rules]
+        return [(stacked, iter([of_rule[k] for of_rule in memories])) for k, stacked in enumerate(batches)]
 
     def _overwrite_idle(self, idle: AbstractSet[int]) -> None:
         """Overwrites the matrices of idle parameters with an active one: a user's scheme or rule may fail on arbitrary memory."""
         positions = [k for k, param in enumerate(self._params) if param in idle]
         active = next(k for k, param in enumerate(self._params) if param not in idle)
-        for stacked in (self.stacked, self.rule_state):
-            if stacked is not None and positions:
+        for stacked in (self.stacked, *self.rule_state):
+            if positions:
                 torch._foreach_copy_([stacked[k] for k in positions], [stacked[active]] * len(positions))
 
 

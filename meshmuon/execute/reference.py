@@ -21,12 +21,14 @@ from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, fill_with_momentum
 from .executor import StepExecutor
+from .int8 import round_to_int8
 from .ortho_batch import BatchMemory, OrthoBatch
 from .rounding import Elements
 from .shards import ShardView, grouped, store_rule_state
 from .shared_blocks import BlockMaxima, store_scales, whole_momentum
 from .step_param import UNOBSERVED, Observer, RunningStep, StepParam
 from .views import window_of
+from .weight_sums import Factors, add_products, new_table, sums_of
 
 
 class ReferenceExecutor(StepExecutor):
@@ -81,24 +83,28 @@ class ReferenceExecutor(StepExecutor):
             grads, factors = [local_part(first.grad)], (settings.retain, look_ahead, settings.gain)
             fill_with_momentum([local_part(update)], grads, [momentum], *factors)
         with observer.phase("gather"):
-            full, numbers = whole(update), None if first.rule_state is None else whole(first.rule_state).clone()
+            full, memories = whole(update), [whole(numbers).clone() for numbers in first.rule_state]
         assert self.plan is not None
         name = self.plan.params[parts[0]].name
         batches = [(step.params[k].matrix_set, self._batch(step.params[k], k, name)) for k in parts]
         for matrix_set, batch in batches:
             batch.stacked.copy_(_window(full, matrix_set).reshape(batch.stacked.shape))
-            if batch.rule_state is not None and numbers is not None:
-                batch.rule_state.copy_(_window(numbers, matrix_set, rule_state=True).reshape(batch.rule_state.shape))
+            for of_batch, numbers in zip(batch.rule_state, memories, strict=True):
+                of_batch.copy_(_window(numbers, matrix_set, rule_state=True).reshape(of_batch.shape))
+            if first.comm_dtype.gather == torch.int8:
+                round_to_int8(batch.stacked)
         if any(batch.stacked.numel() and not batch.orthogonalise(step) for _, batch in batches):
             raise step.failures.pop()
         for matrix_set, batch in batches:
+            if first.comm_dtype.scatter == torch.int8:
+                round_to_int8(batch.stacked)
             part = _window(full, matrix_set)
             part.copy_(batch.stacked.reshape(part.shape))
-            if batch.rule_state is not None and numbers is not None:
+            for of_batch, numbers in zip(batch.rule_state, memories, strict=True):
                 part = _window(numbers, matrix_set, rule_state=True)
-                part.copy_(batch.rule_state.reshape(part.shape))
-        if first.rule_state is not None and numbers is not None:
-            store_rule_state([ShardView(parts[0], None, own_shard(numbers, first.rule_state))], step)
+                part.copy_(of_batch.reshape(part.shape))
+        for k, (numbers, stored) in enumerate(zip(memories, first.rule_state, strict=True)):
+            store_rule_state([ShardView(parts[0], None, own_shard(numbers, stored), memory=k)], step)
         for k in parts:
             self._apply(step.params[k], full, observer)
         changed = momentum != before if isinstance(settings.retain, Tensor) else None
@@ -118,19 +124,33 @@ class ReferenceExecutor(StepExecutor):
         return OrthoBatch(matrices, step_param, BatchMemory(Workspace()), settings)
 
     def _apply(self, step_param: StepParam, full: Tensor, observer: Observer) -> None:
-        in_part = torch.zeros_like(full, dtype=torch.bool)
-        _window(in_part, step_param.matrix_set).fill_(True)
+        in_part, matrix_set, settings = torch.zeros_like(full, dtype=torch.bool), step_param.matrix_set, step_param.settings
+        _window(in_part, matrix_set).fill_(True)
         with observer.phase("scatter"):
+            rate = settings.rate * settings.adjust(*matrix_set.lr_shape)
+            decay, cautious = settings.decay, settings.cautious
+            if step_param.scales:
+                full, decay, rate, cautious = _scaled(step_param, full), 1.0, 1.0, False
             shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
         with observer.phase("update"):
-            settings, local = step_param.settings, local_part(step_param.param)
-            rate = settings.rate * settings.adjust(*step_param.matrix_set.lr_shape)
+            local = local_part(step_param.param)
             stepped = local.clone()
             counters = None if step_param.counter is None else [(step_param.counter, _elements(step_param))]
             # A copy, since ``apply`` overwrites updates and the shard may be a view of parts that are still to come.
-            apply([stepped], [shard.clone()], settings.decay, rate, cautious=settings.cautious, counters=counters)
+            apply([stepped], [shard.clone()], decay, rate, cautious=cautious, counters=counters)
             written = shard_in_part & ~shard.isnan() if self.settings.guarded else shard_in_part
             local.copy_(torch.where(written, stepped, local))
+
+
+def _scaled(step_param: StepParam, full: Tensor) -> Tensor:
+    """What is to be subtracted from the whole weight: the update with the factors of rules that ask for numbers of the weight."""
+    matrix_set, full, weight = step_param.matrix_set, full.clone(), whole(step_param.param)
+    table, rows = new_table(matrix_set.count, full.device), slice(0, matrix_set.count)
+    weights, updates = _window(weight, matrix_set), _window(full, matrix_set)
+    add_products(table, weights, updates)
+    factors = Factors.of(step_param, sums_of(table))
+    updates.copy_(factors.change(weights, updates, rows, step_param.settings, step_param.update_dtype))
+    return full
 
 
 def _elements(step_param: StepParam) -> Elements:
@@ -147,5 +167,5 @@ def _layout_of(param: Tensor) -> Hashable:
 
 def _window(full: Tensor, matrix_set: MatrixSet, *, rule_state: bool = False) -> Tensor:
     """A view of the part of a whole parameter, or of its rule state, that belongs to ``matrix_set``."""
-    window = matrix_set.rule_state_window if rule_state else matrix_set.window
+    window = matrix_set.rule_state_window(full.shape) if rule_state else matrix_set.window
     return full if window is None else window_of(full, window, matrix_set.stack_dims)

@@ -1,4 +1,4 @@
-"""Rule state: the numbers that an update rule keeps per output of a matrix.
+"""Rule state: the numbers that update rules keep per output, or per input, of a matrix.
 
 They are stored with the shards of the parameter, and the owner of the matrix needs them during a step. One small exchange before
 the first wave brings them to the owners. Another one, started after the last wave has computed, brings them back.
@@ -24,7 +24,7 @@ from .wave import CopyPairs, PreparedExchange
 
 @dataclass(frozen=True, slots=True)
 class RuleStateExchange:
-    """The rule state of one device and dtype, on one rank."""
+    """The rule state of one device, dtype and memory (the first of the rules that remember, the second, …), on one rank."""
 
     params: frozenset[int]  # the parts whose rule state travels, between any ranks
     sent_shards: list[ShardView]  # this rank's stored numbers, with views of the buffer from which they go to the owners
@@ -49,39 +49,39 @@ class RuleStateExchange:
         store_rule_state(self.received_shards, step)
 
 
-def rule_state_exchanges(builder: ProgramBuilder, numbers: Mapping[int, Tensor]) -> list[RuleStateExchange]:
-    """The exchanges of this rank, one per device and dtype, in an order that is the same on every rank.
+def rule_state_exchanges(builder: ProgramBuilder, numbers: Mapping[tuple[int, int], Tensor]) -> list[RuleStateExchange]:
+    """The exchanges of this rank, one per device, dtype and memory, in an order that is the same on every rank.
 
-    ``numbers`` has, for each task that this rank owns in a wave, its rule state during a step, (outputs,).
+    ``numbers`` has, for each task that this rank owns in a wave and each memory, the rule state during a step: one dim.
     """
     if builder.exchange is None:
         return []
     plan, step_params = builder.plan, builder.step_params
-    tasks = [t for t, task in enumerate(plan.tasks) if task.wave != NO_WAVE and step_params[task.param].rule_state is not None]
+    in_waves = [(t, task) for t, task in enumerate(plan.tasks) if task.wave != NO_WAVE]
+    remembered = [(t, memory) for t, task in in_waves for memory in range(len(step_params[task.param].rule_state))]
     exchanges = []
     kinds = [(step_param.work_device.type, step_param.update_dtype) for step_param in step_params]
-    for task_indices in grouped(tasks, lambda t: kinds[plan.tasks[t].param]):
-        transfers = [rule_state_transfers(plan, t, step_params) for t in task_indices]
-        template = step_params[plan.tasks[task_indices[0]].param]
-        params = frozenset(plan.tasks[t].param for t in task_indices)
+    for members in grouped(remembered, lambda member: (kinds[plan.tasks[member[0]].param], member[1])):
+        transfers = [rule_state_transfers(plan, t, step_params, memory) for t, memory in members]
+        params = frozenset(plan.tasks[t].param for t, _ in members)
         routes = partial(
             rank_routes,
             gathers=[transfer for gather, _ in transfers for transfer in gather],
             scatters=[transfer for _, scatter in transfers for transfer in scatter],
         )
-        exchanges.append(_exchange(builder, routes, template, numbers, params))
+        exchanges.append(_exchange(builder, routes, members[0][1], numbers, params))
     return exchanges
 
 
 def rule_state_transfers(
-    plan: Plan, task_index: int, step_params: Sequence[StepParam]
+    plan: Plan, task_index: int, step_params: Sequence[StepParam], memory: int = 0
 ) -> tuple[list[PieceTransfer], list[PieceTransfer]]:
     """The transfers of a task's rule state: each piece from one of its holders to the owner, and back to all of its holders.
 
     If the owner is a holder itself, it is the source: source and target of the transfer are then the same rank.
     """
     task = plan.tasks[task_index]
-    planned = rule_state_param(plan.params[task.param], step_params[task.param])
+    planned = rule_state_param(plan.params[task.param], step_params[task.param], memory)
     layout = next(layout for layout in planned.layouts if task.owner in layout.mesh.ranks)
     to_owner, to_holders = list[PieceTransfer](), list[PieceTransfer]()
     for piece in planned.sharded_matrices(layout)[task.matrix].pieces:
@@ -96,11 +96,11 @@ def rule_state_transfers(
 def _exchange(
     builder: ProgramBuilder,
     routes_of_rank: Callable[[int], WaveRoutes],
-    template: StepParam,
-    numbers: Mapping[int, Tensor],
+    memory: int,
+    numbers: Mapping[tuple[int, int], Tensor],
     params: frozenset[int],
 ) -> RuleStateExchange:
-    routes = routes_of_rank(builder.rank)
+    routes, template = routes_of_rank(builder.rank), builder.step_params[min(params)]
 
     def memory_of(name: str) -> RelayMemory:
         return RelayMemory(builder.workspace, name, name)
@@ -112,17 +112,18 @@ def _exchange(
         return buffer, list(zip(transfers, torch.split(buffer, sizes), strict=True))
 
     def shards(pieces: Iterable[tuple[PieceTransfer, Tensor]]) -> list[ShardView]:
-        return [shard for t, view in pieces for shard in builder.rule_state_views(builder.range_of(t.task), view)]
+        return [shard for t, view in pieces for shard in builder.rule_state_views(builder.range_of(t.task), view, memory)]
 
     def copies(pieces: Iterable[tuple[PieceTransfer, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
         """The numbers of each piece beside its matrix, and in its buffer."""
         beside: list[Tensor] = []
         in_buffer: list[Tensor] = []
         for transfer, view in pieces:
-            flipped = builder.step_params[builder.plan.tasks[transfer.task].param].matrix_set.flipped
-            outputs = transfer.piece.cols if flipped else transfer.piece.rows
-            beside.extend(numbers[transfer.task][start:stop] for start, stop in outputs)
-            in_buffer.extend(torch.split(view, [stop - start for start, stop in outputs]))
+            step_param = builder.step_params[builder.plan.tasks[transfer.task].param]
+            along_cols = step_param.matrix_set.flipped != [*step_param.memories.values()][memory]
+            places = transfer.piece.cols if along_cols else transfer.piece.rows
+            beside.extend(numbers[transfer.task, memory][start:stop] for start, stop in places)
+            in_buffer.extend(torch.split(view, [stop - start for start, stop in places]))
         return beside, in_buffer
 
     (gather_out, sent), (gather_in, gathered) = placed(routes.gather_out), placed(routes.gather_in)

@@ -22,6 +22,7 @@ from .int8_momentum import Int8Momentum, ShardBlocks
 from .rounding import RoundingScratch
 from .step_param import MatrixKey, RunningStep, StepParam
 from .views import Cut, cut_out
+from .weight_sums import Factors, WeightSums, sums_of
 
 _T = TypeVar("_T")
 NONE_FAILED: frozenset[MatrixKey] = frozenset()
@@ -41,6 +42,9 @@ class ShardView:
     matrix: int = 0  # number of its matrix in the whole parameter; of the first one, if it has several
     gradient: Tensor | None = None  # of these elements, where it is not in the gradient of the parameter
     blocks: ShardBlocks | None = None  # of its momentum, if that is in int8
+    memory: int = 0  # of rule state: which of the rules that remember has it
+    rows: slice | None = None  # its matrices in the ``WeightSums``; None if its rules do not ask for any
+    counted: bool = True  # whether this rank adds it up there, and not another one that holds a replica
 
     def of(self, tensor: Tensor) -> Tensor:
         """A view of these elements in ``tensor``, which has the shape of the parameter's local tensor."""
@@ -113,6 +117,7 @@ class UpdateViews:
         step_params: Sequence[StepParam],
         scratch: RoundingScratch | None = None,
         slot: int | None = None,
+        sums: WeightSums | None = None,
     ) -> None:
         def kind(shard: ShardView) -> Hashable:
             step_param = step_params[shard.part_index]
@@ -120,7 +125,10 @@ class UpdateViews:
 
         self._groups = grouped(shards, kind)
         self._scratch = RoundingScratch() if scratch is None else scratch
-        self._slot = slot
+        self._slot, self._sums = slot, sums
+        if sums is not None:  # tries out ``scale`` of the rules
+            for group in self._groups:
+                Factors.of(step_params[group[0].part_index], torch.ones_like(sums_of(sums.table)))
         sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
         for shard in shards if slot is not None else ():
             if (momentum := step_params[shard.part_index].momentum_buffer) is not None:
@@ -159,6 +167,9 @@ class UpdateViews:
 
         With ``old_momenta``, matrices whose update is not finite keep weights and momentum.
         """
+        if self._sums is not None and self._sums.reduced_on is None:
+            self.add_products(step)
+        sums = None if self._sums is None or step.only_compiles else sums_of(self._sums.table)
         for number, group in enumerate(self._groups):
             shards, of_group = _without(group, step.idle, failed), None if old_momenta is None else old_momenta[number]
             if not shards:
@@ -168,16 +179,34 @@ class UpdateViews:
             first = step.params[shards[0].part_index]
             settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
             counters = None if first.counter is None else [step.params[shard.part_index].counted(shard.cut) for shard in shards]
+            weights, updates = _weights(shards, step), [shard.view for shard in shards]
+            decay, rate, cautious = settings.decay, settings.rate * factor, settings.cautious
+            if sums is not None and shards[0].rows is not None:
+                factors, dtype = Factors.of(first, sums), first.update_dtype
+                updates = [
+                    factors.change(weight, shard.view, shard.rows, settings, dtype)
+                    for weight, shard in zip(weights, shards, strict=True)
+                    if shard.rows is not None
+                ]
+                decay, rate, cautious = 1.0, 1.0, False
             step.elementwise.apply(
-                _cuts(shards, [step.params[shard.part_index].param for shard in shards]),
-                [shard.view for shard in shards],
-                settings.decay,
-                settings.rate * factor,
-                cautious=settings.cautious,
+                weights,
+                updates,
+                decay,
+                rate,
+                cautious=cautious,
                 counters=counters,
                 scratch=self._scratch,
                 old_momenta=of_group,
             )
+
+    def add_products(self, step: RunningStep) -> bool:
+        """Adds up what rules ask for, as far as this rank has it. Returns whether ``reduce_tables`` must run before ``apply``."""
+        if self._sums is None or step.only_compiles:
+            return False
+        counted = [shard for group in self._groups for shard in _without(group, step.idle) if shard.rows and shard.counted]
+        parts = [(shard.rows, w, shard.view) for shard, w in zip(counted, _weights(counted, step), strict=True) if shard.rows]
+        return self._sums.add_up(parts, step)
 
 
 def load_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
@@ -199,9 +228,7 @@ def store_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
 
 
 def _stored(shard: ShardView, step: RunningStep) -> Tensor:
-    rule_state = step.params[shard.part_index].rule_state
-    assert rule_state is not None
-    return shard.of(local_part(rule_state))
+    return shard.of(local_part(step.params[shard.part_index].rule_state[shard.memory]))
 
 
 def _without(
@@ -226,9 +253,9 @@ def _scales(shards: Sequence[ShardView], params: Sequence[StepParam]) -> list[tu
     pairs = []
     for shard in shards:
         step_param = params[shard.part_index]
-        if shard.blocks is not None and step_param.blocks is not None and step_param.scales is not None:
+        if shard.blocks is not None and step_param.blocks is not None and step_param.momentum_scales is not None:
             place = step_param.matrix_set.stack_dims, shard.cut, shard.blocks.of_matrix
-            now, old = step_param.blocks.scales_of(local_part(step_param.scales), *place), step_param.old_scales
+            now, old = step_param.blocks.scales_of(local_part(step_param.momentum_scales), *place), step_param.old_scales
             pairs.append((now, now if old is None else step_param.blocks.scales_of(old, *place)))
     return pairs
 
@@ -237,6 +264,10 @@ def _int8_momentum(shard: ShardView, quanta: Tensor, scales: tuple[Tensor, Tenso
     assert shard.blocks is not None
     now, before = scales
     return Int8Momentum(quanta, now, shard.blocks, None if before is now else before)
+
+
+def _weights(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
+    return _cuts(shards, [step.params[shard.part_index].param for shard in shards])
 
 
 def _cuts(shards: Sequence[ShardView], tensors: list[Tensor]) -> list[Tensor]:

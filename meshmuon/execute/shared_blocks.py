@@ -39,7 +39,7 @@ class BlockMaxima(NamedTuple):
 
 def whole_momentum(step_param: StepParam) -> Int8Momentum:
     """All momentum in int8 that this rank has of a parameter."""
-    blocks, scales = step_param.blocks, step_param.scales
+    blocks, scales = step_param.blocks, step_param.momentum_scales
     assert blocks is not None
     assert scales is not None
     return Int8Momentum.whole(local_part(step_param.momentum), local_part(scales), blocks)
@@ -75,6 +75,6 @@ def store_scales(found: Sequence[BlockMaxima]) -> None:
         flat = copy_to(flat, first.param.device)
         for entry, maxima in zip(entries, torch.split(flat, sizes), strict=True):
             for step_param in entry.parts:
-                assert step_param.scales is not None
-                step_param.old_scales = local_part(step_param.scales).clone()
+                assert step_param.momentum_scales is not None
+                step_param.old_scales = local_part(step_param.momentum_scales).clone()
             entry.momentum.store_scales(*maxima.view(entry.maxima.shape))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,69 +20,10 @@ from ..transport import Exchange
 from .elementwise import Elementwise
 from .int8_momentum import MomentumBlocks
 from .rounding import Elements
+from .settings import FULL_PRECISION, CommDtype
 from .settings import ExecutorSettings as ExecutorSettings  # where pickled optimizers look for it
+from .update_rule import UpdateRule, may_fail, rule_memories
 from .views import Cut
-
-
-class UpdateRule(Protocol):
-    """Changes matrices before and after they are orthogonalised. Users may write their own.
-
-    A rule is an option of a param group, the same on every rank. Who calls it:
-
-    1. ``remembers``: the optimizer, on every rank, while it checks parameters and creates state, at any step. It must always
-       return the same.
-    2. ``before``: the executor, at every step, once per batch, before the batch is orthogonalised.
-    3. ``after``: the executor, in the same step, once the whole batch is orthogonalised.
-
-    ``before`` and ``after`` are called only where the matrices are whole: at their owner or, for a matrix that is not exchanged,
-    on every rank that holds it. They change their arguments in place, must treat each matrix independently of the others in the
-    batch, and must not communicate. Batches are (batch, outputs, inputs). The matrices of a batch, and their number,
-    may change from run to run; with ``deterministic=True`` it has one.
-
-    Rules are compared and hashed to decide which parameters may share a batch; equal rules must do the same. Ranks compare the
-    ``repr`` of their rules, which must therefore be the same on every rank and must not contain an address.
-    """
-
-    def remembers(self) -> bool:
-        """Whether the rule keeps a number per output between steps. They start at zero and are part of the optimizer's state."""
-        ...
-
-    def before(self, momentum: Tensor) -> None:
-        """Changes ``momentum``, (batch, outputs, inputs), before it is orthogonalised."""
-        ...
-
-    def after(self, update: Tensor, memory: Tensor | None) -> None:
-        """Changes the orthogonalised ``update``, (batch, outputs, inputs).
-
-        ``memory``, (batch, outputs, 1), is what the rule left there at the step before; None unless the rule ``remembers``.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RuleChain:
-    """Several rules, each of which changes what the one before has left. At most one of them remembers."""
-
-    rules: tuple[UpdateRule, ...]
-
-    def remembers(self) -> bool:
-        return any(rule.remembers() for rule in self.rules)
-
-    def before(self, momentum: Tensor) -> None:
-        for rule in self.rules:
-            rule.before(momentum)
-
-    def after(self, update: Tensor, memory: Tensor | None) -> None:
-        for rule in self.rules:
-            rule.after(update, memory if rule.remembers() else None)
-
-
-def may_fail(scheme: Scheme | Orthogonalizer | None, rule: UpdateRule | None) -> bool:
-    """Whether a scheme or a rule is code of the user."""
-    if isinstance(rule, RuleChain):
-        return any(may_fail(scheme, member) for member in rule.rules)
-    foreign = rule is not None and type(rule).__module__.partition(".")[0] != __name__.partition(".")[0]
-    return foreign or not isinstance(scheme, Scheme)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,15 +52,17 @@ class StepParam:
     scheme: Scheme | Orthogonalizer  # how they are orthogonalised
     compute_dtype: torch.dtype  # dtype of the products
     settings: StepSettings  # the options of its param group
-    comm_dtype: torch.dtype = torch.float32  # dtype on the wire
+    comm_dtype: CommDtype = FULL_PRECISION  # dtypes on the wire
     work_device: torch.device = HOST  # where its matrices travel and are orthogonalised: that of ``device.work_device``
     group_index: int = 0  # index of its param group; parameters of one param group share ``settings``
     zeros: Tensor | None = None  # stands in for a gradient that only other ranks have
-    rule: UpdateRule | None = None  # applied before and after orthogonalising
-    rule_state: Tensor | None = None  # the numbers that the rule keeps per output, laid out like the parameter; None without any
+    rules: tuple[UpdateRule, ...] = ()  # applied before and after orthogonalising, in this order
+    rule_state: Sequence[Tensor] = ()  # for each rule that remembers, its numbers, laid out like the parameter
     counter: Tensor | None = None  # key and count of the random bits of stochastic rounding; None for rounding to nearest
-    scales: Tensor | None = None  # of momentum in int8; None for any other, and between steps
-    old_scales: Tensor | None = None  # those of before the step, on this rank, where ``scales`` had to be found before all else
+    momentum_scales: Tensor | None = None  # of momentum in int8; None for any other, and between steps
+    old_scales: Tensor | None = (
+        None  # those of before the step, on this rank, where ``momentum_scales`` had to be found before all else
+    )
     blocks: MomentumBlocks | None = None  # of momentum in int8
     elements: Elements | None = None  # the elements of the whole parameter that this rank holds, hashed; None without a counter
 
@@ -153,7 +96,17 @@ class StepParam:
 
         A matrix whose update fails keeps weights and momentum: what the momentum was is kept until the update is applied.
         """
-        return may_fail(self.scheme, self.rule)
+        return may_fail(self.scheme, self.rules)
+
+    @property
+    def scales(self) -> bool:
+        """Whether a rule of it asks for numbers of the weight."""
+        return any(hasattr(rule, "scale") for rule in self.rules)
+
+    @property
+    def memories(self) -> dict[str, bool]:
+        """``rule_memories`` of its rules."""
+        return rule_memories(self.rules, self.matrix_set.lr_shape)
 
     @property
     def staged(self) -> bool:
@@ -166,9 +119,9 @@ class StepParam:
         size = pitch(rows, cols, self.update_dtype) * self.update_dtype.itemsize
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
         scratch = scratch_bytes(rows, cols, steps, self.compute_dtype, self.update_dtype)
-        flipped = self.rule is not None and self.matrix_set.flipped  # rules see outputs × inputs
+        flipped = bool(self.rules) and self.matrix_set.flipped  # rules see outputs × inputs
         where, dtypes = (self.param.device, self.work_device), (self.update_dtype, self.compute_dtype)
-        return BatchItem(count, rows, cols, (where, dtypes, self.scheme, self.rule, flipped, key), size + scratch)
+        return BatchItem(count, rows, cols, (where, dtypes, self.scheme, self.rules, flipped, key), size + scratch)
 
 
 MatrixKey: TypeAlias = tuple[int, int]
@@ -228,6 +181,7 @@ class RunningStep:
     ready: Mark = None  # where the main stream has all gradients
     failures: list[Exception] = field(default_factory=list)  # errors so far on this rank, for the end of the step
     only_compiles: bool = False  # nothing is exchanged, orthogonalised, written or freed
+    unreduced: list[tuple[Tensor, torch.device]] = field(default_factory=list)  # ``WeightSums.table``, and where ranks add it up
     checked: list[CheckedUpdates] = field(default_factory=list)  # if updates are guarded, what this rank has orthogonalised
 
     def freed_gradients(self, indices: Iterable[int]) -> Iterator[Tensor]:

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..agree.state_presence import has_all_state
 from ..device import known_to_host
 from ..errors import ConfigError, GradientError, KeptError
+from ..execute import CommDtypeLike
 from ..params.dtensors import check_cuts, check_gradient_placement, check_memory
-from ..params.groups import check_options, check_overflow, check_rounding, largest_number
+from ..params.groups import check_norm, check_options, check_overflow, check_rounding, largest_number
 from ..params.option_table import ParamGroup
 from ..params.param_record import GroupRecipe, ParamIndex, ParamRecord
 from ..state import param_state
@@ -39,7 +40,7 @@ class Collector:
         without_state: those of them that had a gradient at the last check.
     """
 
-    def __init__(self, comm_dtype: torch.dtype | None, *, in_own_dtype: bool = False) -> None:
+    def __init__(self, comm_dtype: CommDtypeLike, *, in_own_dtype: bool = False) -> None:
         self.records: tuple[ParamRecord, ...] = ()
         self.gpu: torch.device | None = None
         self.has_grad: tuple[bool, ...] = ()
@@ -132,6 +133,8 @@ class Collector:
             if not same_state:
                 snapshot.accept_state(states)
             self.without_state = tuple(k for k in self.lacking_state if self.has_grad[k])
+            for record in map(self.records.__getitem__, self.without_state):
+                check_norm(record.name, local_part(record.param), record.matrix_sets or (), record.rules)
             self._checked_has_grad = self.has_grad
         return same_state and not self.without_state
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ..agree.differences import Note, raise_failures
 from ..agree.step_decision import StepDecision
 from ..errors import ConfigError, KeptError, StateError, UnsupportedError
-from ..execute import StepParam, window_of
+from ..execute import RULE_STATE, StepParam, window_of
 from ..matrices import MatrixSet
 from ..params.checks import check_replica_group
 from ..params.dtensors import as_dtensor
 from ..params.param_record import ParamRecord, named_params
 from ..plan import PartIndex, Plan
-from ..state.param_state import MOMENTUM, RULE_STATE, SCALES
+from ..state.param_state import MOMENTUM, SCALES
 from ..transport import all_gather_objects, averaged, broadcast, turn_of
 from .collect import gradient_of
 from .muon import Muon
@@ -138,8 +138,8 @@ class DistMuon(Muon):
             self.state[param][key] = zeros
         for task, key, _ in parts:
             param, matrix_set = self._stepped[task.param]
-            window = matrix_set.rule_state_window if key == RULE_STATE else matrix_set.window
             state = self.state[param][key]
+            window = matrix_set.window if key == MOMENTUM else matrix_set.rule_state_window(state.shape)
             part = state[task.matrix] if matrix_set.stack_dims else state
             broadcast(part if window is None else window_of(part, window, 0), task.owner, group)
         self._complete = True
@@ -205,8 +205,9 @@ class DistMuon(Muon):
         self._kept |= {param for part, param in params.items() if part not in idle}
         stepped = {k for part, k in enumerate(indices) if part not in idle}
         for k in stepped - {indices[part] for part in owned}:
-            for key in (MOMENTUM, SCALES, RULE_STATE):
-                self.state[step.records[k].param].pop(key, None)
+            state = self.state[step.records[k].param]
+            for key in list(_kinds(state)):
+                del state[key]
         self._complete = self._complete and not stepped
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -224,7 +225,7 @@ def _first_sharded(params: Iterable[tuple[str, Tensor]]) -> UnsupportedError | N
 
 def _kinds(state: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype, as ``"float32"``, of that part of a parameter's state which only owners have."""
-    tensors = {key: state[key] for key in (MOMENTUM, SCALES, RULE_STATE) if key in state}
+    tensors = {key: value for key, value in state.items() if key in (MOMENTUM, SCALES) or key.startswith(RULE_STATE)}
     return {key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for key, tensor in tensors.items()}
 
 

@@ -16,7 +16,7 @@ from ..agree.identity import register
 from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
 from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError
-from ..execute import DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
+from ..execute import CommDtypeLike, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
 from ..matrices import Conv, ExpertDims, Split
 from ..metrics.meter import Meter
 from ..ortho import SchemeLike, resolve_scheme
@@ -113,7 +113,7 @@ class Muon(PreparedStep):
         nonfinite: NonFinitePolicy = "propagate",
         # Engine.
         compute_dtype: torch.dtype | None = None,
-        comm_dtype: torch.dtype | None = None,
+        comm_dtype: CommDtypeLike = None,
         replica_group: ReplicaGroup | None = None,
         replicas: Replicas = "auto",
         memory_budget: int | None = None,

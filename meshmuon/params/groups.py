@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import ConfigError
+from ..execute import rule_memories
 from ..matrices import MatrixOptions, MatrixSet, check_expert_keys, check_matrices, find_matrices
 from .arguments import fill_own_names
 from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, refuse_uninitialised, shown
@@ -23,7 +24,7 @@ from .dtensors import check_memory, check_placement
 from .flattened import refuse_flattened
 from .lr import lr_factor
 from .option_table import ParamGroup, group_options, optimizer_options, split_as_tuple
-from .rules import UpdateRule, resolve_rule
+from .rules import Hyperball, UpdateRule, resolve_rules
 
 _RIGHT_CALL = (
     "Write Muon(model, lr=...), or groups of your own: "
@@ -181,6 +182,11 @@ def check_options(group: ParamGroup, index: int) -> None:
         check_flag(group, "use_muon", where)
         for name, check in _CHECKS[group["use_muon"]]:
             check(group, name, where)
+        cautious = group["use_muon"] and group["cautious_weight_decay"]
+        if cautious and any(isinstance(rule, Hyperball) for rule in resolve_rules(group["rule"])):
+            raise ConfigError(
+                f"{where}: Hyperball keeps the norm of a weight and takes no weight decay: leave out cautious_weight_decay=True."
+            )
     except KeyError as error:
         raise ConfigError(f"{where} has lost its option {error}: set it again instead of deleting it.") from None
 
@@ -214,14 +220,36 @@ def check_overflow(group: ParamGroup, where: str, shape: tuple[int, int] | None,
     raise ConfigError(f"{where}: {what} is {values[what]:g}; the largest number that a step can work with is {largest:g}.")
 
 
-def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rule: UpdateRule | None) -> None:
-    """Refuses a rule that keeps state where it has no place: blocks of rows whose rows are inputs share their columns."""
-    blocks = {part.window[0] for part in matrix_sets if part.flipped and part.window is not None}
-    if len(blocks) > 1 and rule is not None and rule.remembers():
+def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rules: Sequence[UpdateRule]) -> None:
+    """Refuses a rule that keeps state where it has no place: matrices of one weight that share what there is a number for."""
+    for rule in (rule for rule in rules if rule.remembers()):
+        per_input = [per_input for part in matrix_sets for per_input in rule_memories([rule], part.lr_shape).values()]
+        dims = [int(part.flipped != along) for part, along in zip(matrix_sets, per_input, strict=True)]
+        places = {part.window and part.window[dim] for part, dim in zip(matrix_sets, dims, strict=True)}
+        if len(places) == len(matrix_sets) and len(set(dims)) <= 1:
+            continue
+        what = f"{name}: {type(rule).__name__}"
+        blocks = len({part.window and part.window[0] for part in matrix_sets})
+        if any(per_input):
+            raise ConfigError(
+                f"{what} keeps one number per column, for which the {len(matrix_sets)} parts of this weight have no place: give "
+                'it a group whose rule has axis="rows", or make each part a parameter of its own.'
+            )
         raise ConfigError(
-            f"{name}: {type(rule).__name__} keeps one number per output, for which {len(blocks)} experts that are stored one "
-            f'below the other as (in, out) have no place. Write matrices={{"{name}": {{"experts": {len(blocks)}}}}} in the '
-            "group, which takes their rows for outputs, or another rule."
+            f"{what} keeps one number per output, for which {blocks} experts that are stored one below the other as (in, out) "
+            f'have no place. Write matrices={{"{name}": {{"experts": {blocks}}}}} in the group, which takes their rows for '
+            "outputs, or another rule."
+        )
+
+
+def check_norm(name: str, weight: Tensor, matrix_sets: Sequence[MatrixSet], rules: Sequence[UpdateRule]) -> None:
+    """Refuses a weight of zeros whose norm is to be kept, where its first gradient arrives; ``weight`` is this rank's part."""
+    if not weight.numel() or not any(isinstance(rule, Hyperball) and rule.rms is None for rule in rules):
+        return
+    if not bool(weight.flatten(matrix_sets[0].stack_dims).count_nonzero(-1).all()):
+        raise ConfigError(
+            f"{name}: Hyperball keeps the norm of a weight, and here is a matrix of zeros, which would stay zero. Initialise it "
+            "with other values, give it a group with another rule, or say which norm it shall have: rule=Hyperball(rms=0.02)."
         )
 
 
@@ -239,7 +267,7 @@ def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
         if param.dtype not in FLOAT_DTYPES:
             raise ConfigError(f"{name} has dtype {param.dtype}; Muon needs floating point parameters of 16, 32 or 64 bits.")
         matrix_sets = find_matrices(name, param.shape, matrix_options_of(group))
-        check_rule_memory(name, matrix_sets, resolve_rule(group["rule"]))
+        check_rule_memory(name, matrix_sets, resolve_rules(group["rule"]))
         for matrix_set in matrix_sets:
             check_overflow(group, name, matrix_set.lr_shape, largest_number(param.dtype))
         return

@@ -37,6 +37,7 @@ from .checks import (
     Check,
     check_backend,
     check_betas,
+    check_comm_dtype,
     check_dtype,
     check_eps,
     check_flag,
@@ -234,8 +235,9 @@ _UPDATE = (
     Option(
         "rule", "plain", _MUON, of_value(check_rule), _PLAN, lambda rule: chain_of(rule) or rule, defines_matrices=True
     ).with_help(
-        'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, an '
-        "object with the methods of ``UpdateRule``, or a list of these, applied in its order; see docs/rules.md."
+        'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, '
+        '``"hyperball"``, ``"update_floor"``, an object with the methods of ``UpdateRule``, or a list of these, applied in its '
+        "order; see docs/rules.md."
     ),
     Option("cautious_weight_decay", False, _MUON, check_flag, _VALUE).with_help(
         "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md."
@@ -265,8 +267,9 @@ _ENGINE = (
     Option("compute_dtype", None, _MUON, check_dtype, _PLAN).with_help(
         "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters."
     ),
-    Option("comm_dtype", None, _WHOLE, check_dtype, _PLAN).with_help(
-        "Dtype on the wire; by default bfloat16 between GPUs, float32 elsewhere, float64 for float64 parameters."
+    Option("comm_dtype", None, _WHOLE, check_comm_dtype, _PLAN).with_help(
+        "Dtype on the wire, or a pair: to the owners, and back. By default bfloat16 between GPUs, float32 elsewhere, float64 for "
+        "float64 parameters. ``torch.int8`` rounds in blocks of 128 elements; see docs/distributed.md."
     ),
     Option("replica_group", None, _WHOLE, of_value(check_replica_group), _PLAN).with_help(
         "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."

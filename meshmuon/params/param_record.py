@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ..device import work_device
-from ..execute import UpdateRule
+from ..execute import CommDtype, CommDtypeLike, UpdateRule
 from ..layout import Mesh
 from ..matrices import MatrixOptions, MatrixSet, find_matrices
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme, scheme_for
 from .dtensors import as_dtensor
 from .groups import check_rule_memory, matrix_options_of
 from .option_table import ParamGroup
-from .rules import resolve_rule
+from .rules import resolve_rules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +34,7 @@ class GroupRecipe(NamedTuple):
     """How a param group treats all of its parameters. A group that AdamW steps sets only ``rounding``."""
 
     scheme: Scheme | Orthogonalizer | None = None
-    rule: UpdateRule | None = None
+    rules: tuple[UpdateRule, ...] = ()
     matrix_options: MatrixOptions | None = None
     compute_dtype: torch.dtype | None = None
     rounding: str = "nearest"
@@ -45,12 +45,12 @@ class GroupRecipe(NamedTuple):
         """How the options of a param group treat its parameters."""
         if not group["use_muon"]:
             return cls(rounding=group["rounding"])
-        scheme, rule = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rule(group["rule"])
+        scheme, rules = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rules(group["rule"])
         norm_floor = cast(Mapping[str, Any], group).get("norm_floor")  # of TorchMuon's groups
         if norm_floor is not None and isinstance(scheme, Scheme):
             scheme = replace(scheme, norm_floor=norm_floor)
         in_int8 = group["momentum_dtype"] == torch.int8
-        return cls(scheme, rule, matrix_options_of(group), group["compute_dtype"], group["rounding"], in_int8)
+        return cls(scheme, rules, matrix_options_of(group), group["compute_dtype"], group["rounding"], in_int8)
 
 
 class ParamLocation(NamedTuple):
@@ -91,9 +91,9 @@ class ParamRecord:
     work_device: torch.device  # where its matrices travel and are orthogonalised
     matrix_sets: tuple[MatrixSet, ...] | None  # one set per part of a fused weight; None if AdamW steps the parameter
     scheme: Scheme | Orthogonalizer | None
-    rule: UpdateRule | None  # None for plain Muon
+    rules: tuple[UpdateRule, ...]  # in the order in which they are applied; none for plain Muon
     compute_dtype: torch.dtype  # of the products
-    comm_dtype: torch.dtype  # on the wire
+    comm_dtype: CommDtype  # on the wire
     update_dtype: torch.dtype  # in which the update is formed
     int8_momentum: bool = False  # whether its momentum is kept in int8
 
@@ -105,7 +105,7 @@ class ParamRecord:
         group_index: int,
         group: ParamGroup,
         recipe: GroupRecipe,
-        comm_dtype: torch.dtype | None = None,
+        comm_dtype: CommDtypeLike = None,
         place: ParamLocation | None = None,
     ) -> ParamRecord:
         """The record of a parameter. Raises ConfigError if the recipe does not fit it.
@@ -117,13 +117,13 @@ class ParamRecord:
         update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         compute_dtype = dtype if options is None else recipe.compute_dtype or default_compute_dtype(place.work_device, dtype)
         matrix_sets = None if options is None else find_matrices(name, shape, options)
-        check_rule_memory(name, matrix_sets or (), recipe.rule)
+        check_rule_memory(name, matrix_sets or (), recipe.rules)
         for part in matrix_sets or ():
             assert recipe.scheme is not None
             scheme_for(recipe.scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break
         between_gpus = place.work_device.type == "cuda" and update_dtype != torch.float64
-        comm_dtype = comm_dtype or (torch.bfloat16 if between_gpus else update_dtype)
-        how = recipe.scheme, recipe.rule, compute_dtype, comm_dtype, update_dtype, recipe.int8_momentum
+        on_wire = CommDtype.of(comm_dtype, torch.bfloat16 if between_gpus else update_dtype)
+        how = recipe.scheme, recipe.rules, compute_dtype, on_wire, update_dtype, recipe.int8_momentum
         return cls(name, group_index, group, param, shape, *place, matrix_sets, *how)
 
 

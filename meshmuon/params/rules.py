@@ -1,7 +1,7 @@
 """Update rules: what a step does to matrices beside orthogonalising them.
 
 A rule is a small object. The owner of a matrix calls it with the whole matrix, so its result does not depend on the layout. To
-write a rule of your own, implement the three methods of ``UpdateRule``::
+write a rule of your own, implement the three methods of ``UpdateRule``, and ``scale`` if it needs numbers of the weight::
 
     @dataclass(frozen=True)
     class Halved:
@@ -20,23 +20,36 @@ A list of rules is applied in its order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, shown
-from ..execute import RuleChain
-from ..execute import UpdateRule as UpdateRule  # users import it from here, beside the rules
-from .checks import check_range
+from ..execute import RULE_STATE, rule_memories
+from ..execute import UpdateRule as UpdateRule  # users import both from here, beside the rules
+from ..execute import WeightNumbers as WeightNumbers
+from .checks import check_range, number
 
-RuleName: TypeAlias = Literal["plain", "normuon", "muon_plus", "muoneq"]
+RuleName: TypeAlias = Literal["plain", "normuon", "muon_plus", "muoneq", "hyperball", "update_floor"]
 RuleLike: TypeAlias = RuleName | UpdateRule | Sequence[RuleName | UpdateRule]
 """A rule by name or as an object, or several of these in the order in which they are applied."""
 
 _METHODS = ("remembers", "before", "after")
+_AXES = ("rows", "columns", "longer")
+
+
+def _check_axis(rule: object) -> None:
+    if (axis := getattr(rule, "axis", "rows")) not in _AXES:
+        raise ConfigError(f"{type(rule).__name__}: axis={shown(axis)} must be one of {', '.join(map(repr, _AXES))}.")
+
+
+def _check_positive(value: Any, what: str, where: str) -> None:
+    if not 0 < number(value, what, where) < math.inf:
+        raise ConfigError(f"{where}: {what}={shown(value)} must be a positive number.")
 
 
 class _Rule:
@@ -60,13 +73,17 @@ class NorMuon(_Rule):
     """Divides each output (row) of the update O by the root of a running mean of its squares, and keeps the norm of O.
 
     v ← β₂·v + (1 − β₂)·mean of O² over the inputs; the update is O/√v, rescaled to the Frobenius norm of O. For matrices of
-    (batch, outputs, inputs), v is (batch, outputs, 1).
+    (batch, outputs, inputs), v is (batch, outputs, 1). With ``axis="columns"`` it does so for each input, (batch, 1, inputs),
+    with ``axis="longer"`` for outputs or inputs, whichever are more.
     """
 
     beta2: float = 0.95
+    axis: Literal["rows", "columns", "longer"] = "rows"
+    memory_name: ClassVar[str] = RULE_STATE
 
     def __post_init__(self) -> None:
         check_range(self.beta2, "beta2", "NorMuon", low=0.0, below=1.0)
+        _check_axis(self)
 
     def remembers(self) -> bool:
         """It remembers the running mean."""
@@ -75,12 +92,15 @@ class NorMuon(_Rule):
     def after(self, update: Tensor, memory: Tensor | None) -> None:
         """Divides and rescales."""
         assert memory is not None
-        squares = torch.linalg.vector_norm(update, dim=-1, keepdim=True).square().div_(max(1, update.size(-1)))
+        outputs, inputs = update.shape[-2:]
+        (per_input,) = rule_memories([self], (outputs, inputs)).values()
+        along, across = (-2, -1) if per_input else (-1, -2)
+        squares = torch.linalg.vector_norm(update, dim=along, keepdim=True).square().div_(max(1, update.size(along)))
         memory.mul_(self.beta2).add_(squares * (1 - self.beta2))
         root = memory.sqrt()
         root.masked_fill_(root == 0, 1.0)  # an output whose updates were all zero
         # The norms before and after follow from the means alone, since every row has equally many inputs.
-        before, after = (means.sum(-2, keepdim=True).sqrt() for means in (squares, squares / root.square()))
+        before, after = (means.sum(across, keepdim=True).sqrt() for means in (squares, squares / root.square()))
         after.masked_fill_(after == 0, 1.0)
         update.mul_(before / after / root)
 
@@ -113,11 +133,60 @@ class MuonEq(_Rule):
         momentum.div_(norm.masked_fill_(norm == 0, 1.0))
 
 
-_BY_NAME: dict[RuleName, UpdateRule | None] = {
-    "plain": None,
+@dataclass(frozen=True, slots=True)
+class Hyperball(_Rule):
+    """Keeps the norm of the weight W, and turns it by an angle that the learning rate alone decides.
+
+    W ← R·normalised(W − lr·R·normalised(U)) for the update U, with Frobenius norms. R is the norm of W as it is, or with ``rms``
+    that of a matrix whose elements have this root mean square. Neither ``weight_decay`` nor ``adjust_lr_fn`` has any effect.
+    """
+
+    rms: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rms is not None:
+            _check_positive(self.rms, "rms", "Hyperball")
+
+    def scale(self, numbers: WeightNumbers) -> tuple[Tensor, Tensor]:
+        """The factors of both, from the norm of W − lr·R·normalised(U)."""
+        weight, update = numbers.weight_norm, _not_zero(numbers.update_norm)
+        radius = weight if self.rms is None else torch.full_like(weight, self.rms * math.prod(numbers.shape) ** 0.5)
+        rate = numbers.lr * radius / update
+        moved = weight.square() - 2 * rate * numbers.inner + (rate * numbers.update_norm).square()
+        decay = radius / _not_zero(moved.clamp(min=0).sqrt())
+        return decay, rate * decay
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFloor(_Rule):
+    """Enlarges updates that are small beside the weight: ‖f·U‖ is at least ``ratio``·‖W‖, with f from ``adjust_lr_fn``.
+
+    Frobenius norms, before the learning rate.
+    """
+
+    ratio: float = 0.35
+
+    def __post_init__(self) -> None:
+        _check_positive(self.ratio, "ratio", "UpdateFloor")
+
+    def scale(self, numbers: WeightNumbers) -> tuple[Tensor, Tensor]:
+        """A larger rate where the update is too small."""
+        smallest = numbers.lr.abs() * self.ratio * numbers.weight_norm
+        size = numbers.rate.abs() * numbers.update_norm
+        return numbers.decay, numbers.rate * torch.where(size < smallest, smallest / _not_zero(size), 1.0)
+
+
+def _not_zero(numbers: Tensor) -> Tensor:
+    return numbers.masked_fill(numbers == 0, 1.0)
+
+
+_BY_NAME: dict[str, UpdateRule] = {
+    "plain": _Rule(),
     "normuon": NorMuon(),
     "muon_plus": MuonPlus(),
     "muoneq": MuonEq(),
+    "hyperball": Hyperball(),
+    "update_floor": UpdateFloor(),
 }
 
 
@@ -143,6 +212,9 @@ def check_rule(rule: object) -> None:
         raise ConfigError(
             f"rule={shown(rule)} cannot be hashed, by which parameters that share a rule are found: make it a frozen dataclass."
         ) from None
+    _check_axis(rule)
+    if not str(getattr(rule, "memory_name", RULE_STATE)).startswith(RULE_STATE):
+        raise ConfigError(f'rule={shown(rule)}: its memory_name must begin with "{RULE_STATE}", by which rule state is found.')
 
 
 def chain_of(rule: object) -> tuple[Any, ...] | None:
@@ -157,15 +229,19 @@ def _check_chain(rules: Sequence[Any]) -> None:
         check_rule(rule)
     if not rules:
         raise ConfigError('rule=[] names no rule: write rule="plain".')
-    keeping = [type(rule).__name__ for rule in map(resolve_rule, rules) if rule is not None and rule.remembers()]
-    if len(keeping) > 1:
-        raise ConfigError(f"rule={shown(rules)}: {' and '.join(keeping)} keep numbers between steps; a list has room for one.")
+    keys = [key for rule in rules for key in rule_memories(resolve_rules(rule), (1, 1))]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ConfigError(
+            f"rule={shown(rules)}: two rules would keep their numbers under the key {twice[0]!r} of the state. Leave one out, or "
+            "make one a subclass with another memory_name."
+        )
 
 
-def resolve_rule(rule: RuleLike) -> UpdateRule | None:
-    """The rule as an object; None for ``"plain"``."""
+def resolve_rules(rule: RuleLike) -> tuple[UpdateRule, ...]:
+    """The rules as objects, in their order; none for ``"plain"``."""
     check_rule(rule)
     if (chain := chain_of(rule)) is not None:
-        rules = tuple(map(resolve_rule, chain))
-        return rules[0] if len(rules) == 1 else RuleChain(rules)  # type: ignore[arg-type]
-    return _BY_NAME[rule] if isinstance(rule, str) else cast(UpdateRule, rule)
+        return tuple(member for each in chain for member in resolve_rules(each))
+    if isinstance(rule, str):
+        return () if rule == "plain" else (_BY_NAME[rule],)
+    return (cast(UpdateRule, rule),)

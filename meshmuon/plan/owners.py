@@ -20,7 +20,7 @@ def assign_owners(
     tasks: Sequence[Task],
     loads: dict[int, float],
     crossings: Crossings | None = None,
-    itemsizes: Sequence[int] = (),
+    itemsizes: Sequence[float] = (),
     *,
     spread: bool = False,
 ) -> list[int]:
@@ -36,7 +36,7 @@ def assign_owners(
 
     Costs 5, 4, 3, 3 and 3 over two ranks: 5 goes to rank 0, 4 to rank 1, then 3 to rank 1 (7), to rank 0 (8) and to rank 1 (10).
     """
-    if spread:  # an owner of a heavy matrix gets others only where no rank has less to do
+    if spread and tasks:  # an owner of a heavy matrix gets others only where no rank has less to do
         mean, heavy = sum(task.cost for task in tasks) / len(loads), heavy_tasks(tasks, len(loads))
         tasks = [replace(task, cost=max(task.cost, mean)) if k in heavy else task for k, task in enumerate(tasks)]
     by_cost = sorted(range(len(tasks)), key=lambda k: (-tasks[k].cost, k))
@@ -50,8 +50,8 @@ def assign_owners(
     owners, loads_after = min(assignments, key=lambda assignment: _heaviest(assignment[1]))
     if crossings is not None and any(crossings.depend_on_owner(sharded) for sharded in {task.sharded for task in tasks}):
 
-        def between(owners: Sequence[int]) -> int:
-            itemsize_of: dict[tuple[ShardedMatrix, int], int] = {}  # thousands of tasks share a few hundred of these
+        def between(owners: Sequence[int]) -> float:
+            itemsize_of: dict[tuple[ShardedMatrix, int], float] = {}  # thousands of tasks share a few hundred of these
             for task, owner, itemsize in zip(tasks, owners, itemsizes, strict=True):
                 key = task.sharded, owner
                 itemsize_of[key] = itemsize_of.get(key, 0) + itemsize

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import StateError
+from ..execute import RULE_STATE
 from ..matrices import without_wrappers
 from ..params.checks import check_dtype, check_momentum_dtype, shown
 from ..params.dtensors import as_dtensor, layout_text, shard_place, shares_addresses
@@ -26,7 +27,6 @@ from .param_state import (
     COUNTER,
     MOMENTUM,
     NOT_STORED,
-    RULE_STATE,
     SCALES,
     blocks_of,
     can_fuse,
@@ -97,8 +97,9 @@ def fit(
             if entry is not _MISSING and entry:
                 if loaded["use_muon"]:
                     _check_momentum_dtype(name, entry, options)
+                entry = _with_current_keys(entry, shapes_of(name, param, loaded))
                 _check_saved_state(name, param, entry, loaded)
-                fitted.state[number] = dict(entry)  # torch loads no other mapping
+                fitted.state[number] = entry
             number += 1
         fitted.param_groups.append({**options, "params": list(range(number - len(names), number))})
         fitted.overrides.append(overrides)
@@ -322,6 +323,13 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_LISTED])}{rest}" if names else "none"
 
 
+def _with_current_keys(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """A saved entry, as a dict, the only mapping that torch loads. The memory of any rule alone was once under one key."""
+    wanted = [key for key in shapes if key.startswith(RULE_STATE)]
+    older = len(wanted) == 1 and wanted[0] not in entry
+    return {wanted[0] if older and key == RULE_STATE else key: value for key, value in entry.items()}
+
+
 def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
     shapes = shapes_of(name, param, param_group, param_state)
     if COUNTER not in param_state:  # counts from zero: the checkpoint rounded to nearest, or the parameter was frozen
@@ -389,9 +397,9 @@ def restore(param_groups: Sequence[ParamGroup], state: Mapping[Tensor, dict[str,
     named = ((group, *pair) for group in param_groups for pair in zip(group["param_names"], group["params"], strict=True))
     for number, (param_group, name, param) in enumerate(named):
         saved = fitted.state.get(number, {})
-        for key in (MOMENTUM, SCALES, RULE_STATE, COUNTER):
-            value = saved.get(key)
-            if isinstance(value, Tensor) and value.dtype != state[param][key].dtype:
+        for key, value in saved.items():
+            ours = key in (MOMENTUM, SCALES, COUNTER) or key.startswith(RULE_STATE)
+            if ours and isinstance(value, Tensor) and value.dtype != state[param][key].dtype:
                 state[param][key] = value.detach().clone().to(device=param.device)
         if MOMENTUM in saved:
             convert_momentum(state[param], name, param, param_group)

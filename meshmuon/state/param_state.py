@@ -13,19 +13,19 @@ from torch import Tensor
 
 from ..device import known_to_host
 from ..errors import StateError
-from ..execute import Int8Momentum, MomentumBlocks, int8
+from ..execute import RULE_STATE, Int8Momentum, MomentumBlocks, int8, rule_memories
 from ..matrices import Interleaved, find_matrices
 from ..params.checks import FLOAT_DTYPES
 from ..params.dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
 from ..params.groups import matrix_options_of, rounds_stochastically
 from ..params.momentum_blocks import momentum_blocks, scale_placements
 from ..params.option_table import ParamGroup, split_as_tuple
-from ..params.rules import resolve_rule
+from ..params.rules import resolve_rules
 from ..torch_compat import local_part, zeros_like
 
 # Keys in the state of a parameter, also in checkpoints: torch's names, except for the scales of momentum in int8, for the update
 # rule's state, and for the key and count of stochastic rounding.
-MOMENTUM, SCALES, RULE_STATE, COUNTER = "momentum_buffer", "momentum_scale", "rule_memory", "rounding_counter"
+MOMENTUM, SCALES, COUNTER = "momentum_buffer", "momentum_scale", "rounding_counter"
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _ORDER = {key: place for place, key in enumerate((MOMENTUM, SCALES, RULE_STATE, *ADAMW_KEYS, COUNTER))}
@@ -49,7 +49,7 @@ def empty_laid_out_like(param: Tensor, dtype: torch.dtype) -> Tensor:
 def start(state: dict[str, Any], name: str, param: Tensor, param_group: ParamGroup) -> None:
     """Creates what is missing of the state of a parameter: zeros, and the counter of stochastic rounding.
 
-    What an update rule keeps is one number per output, in float64 for float64 parameters and in float32 for all others.
+    What an update rule keeps is in float64 for float64 parameters and in float32 for all others.
     """
     if not param_group["use_muon"]:
         if "exp_avg" not in state:
@@ -62,9 +62,10 @@ def start(state: dict[str, Any], name: str, param: Tensor, param_group: ParamGro
             if keeps_int8(param_group):
                 state[SCALES] = _zero_scales(param, blocks_of(name, param, param_group))
         convert_momentum(state, name, param, param_group)
-        if RULE_STATE not in state and (shape := shapes_of(name, param, param_group).get(RULE_STATE)) is not None:
-            dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-            state[RULE_STATE] = zeros_laid_out_like(param, shape, dtype)
+        for key, shape in shapes_of(name, param, param_group).items():
+            if key.startswith(RULE_STATE) and key not in state:
+                dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+                state[key] = zeros_laid_out_like(param, shape, dtype)
     rounding_counter(state, name, param, param_group)
 
 
@@ -234,10 +235,11 @@ def shapes_of(
     counter: dict[str, tuple[int, ...]] = {COUNTER: (2,)} if rounds_stochastically(param, param_group) else {}
     if not param_group["use_muon"]:
         return {key: () if key == "step" else shape for key in ADAMW_KEYS} | counter
-    rule, rule_state = resolve_rule(param_group["rule"]), dict[str, tuple[int, ...]]()
-    if rule is not None and rule.remembers():
+    rules, rule_state = resolve_rules(param_group["rule"]), dict[str, tuple[int, ...]]()
+    if any(rule.remembers() for rule in rules):
         matrix_set = find_matrices(name, param.shape, matrix_options_of(param_group))[0]
-        rule_state[RULE_STATE] = matrix_set.rule_state_shape(shape)
+        memories = rule_memories(rules, matrix_set.lr_shape).items()
+        rule_state = {key: matrix_set.rule_state_shape(shape, per_input=per_input) for key, per_input in memories}
     in_int8 = getattr((param_state or {}).get(MOMENTUM), "dtype", None) == torch.int8
     scales = {SCALES: blocks_of(name, param, param_group).shape} if in_int8 else {}
     return {MOMENTUM: shape, **scales, **rule_state, **counter}

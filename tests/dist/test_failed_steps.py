@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshmuon import DistMuon, KernelWarning, MeshmuonError, Muon, StateError
+from meshmuon.execute import RULE_STATE
 from meshmuon.execute import settings as executor_settings
 from meshmuon.ortho.kernels import products
 from meshmuon.ortho.kernels.products import BlockedProducts
 from meshmuon.ortho.kernels.tilings import ProductKind
-from meshmuon.state.param_state import MOMENTUM, RULE_STATE
+from meshmuon.state.param_state import MOMENTUM
 from meshmuon.transport import collectives as small_collectives
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
@@ -49,6 +50,8 @@ def moody(batch: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class MoodyRule:
     """A user's rule that counts in its memory, and fails after that."""
+
+    memory_name = RULE_STATE
 
     def remembers(self) -> bool:
         return True

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshmuon.execute import rounding
-from meshmuon.execute.int8 import BLOCK, blocks_in, dequantise, quantise, round_to_int8, scales_shape
+from meshmuon.execute.int8 import blocks_in, dequantise, quantise, round_to_int8, scales_shape
 from meshmuon.execute.rounding import RandomWords, elements_held
+from meshmuon.plan import BLOCK
 
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -134,8 +135,9 @@ def test_a_block_that_is_not_finite_comes_back_as_nan(flaw: float) -> None:
     numbers = seeded(3, 3 * BLOCK)
     clean = restored(numbers)
     numbers[1, BLOCK + 5] = flaw
-    quanta, _ = quantised(numbers)
+    quanta, scales = quantised(numbers)
     out = restored(numbers)
+    assert scales[1, 1].view(torch.int16) == 0x7FC0
     assert out[1, BLOCK : 2 * BLOCK].isnan().all()
     assert not quanta[1, BLOCK : 2 * BLOCK].any()
     out[1, BLOCK : 2 * BLOCK] = clean[1, BLOCK : 2 * BLOCK]
@@ -171,3 +173,37 @@ def test_the_error_is_that_of_half_a_step() -> None:
     numbers = seeded(64, 1024)
     steps = numbers.abs().view(64, -1, BLOCK).amax(-1, keepdim=True) / 127 * (1 + 2**-7)
     assert ((restored(numbers) - numbers).abs().view(64, -1, BLOCK) <= steps / 2).all()
+
+
+def polar_factor(matrix: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left @ right
+
+
+def with_spectrum(values: Tensor, cols: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    sides = (torch.randn(size, len(values), generator=generator, dtype=torch.float64) for size in (len(values), cols))
+    left, right = (torch.linalg.qr(side)[0] for side in sides)
+    return (left * values) @ right.T
+
+
+SPECTRA = {
+    "flat": (torch.ones(256), 0.0075),
+    "log-spaced from 1e-2": (torch.logspace(0, -2, 256), 0.07),
+    "spiked": (torch.cat([torch.ones(8), torch.full((248,), 0.02)]), 0.06),
+    "1/k": (1 / torch.arange(1, 257), 0.08),
+    "log-spaced from 1e-3": (torch.logspace(0, -3, 256), 0.37),
+}
+"""Singular values, and how far the polar factor of the rounded matrix may be from that of the matrix, relative to its norm."""
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_error_of_the_orthogonalised_result(name: str) -> None:
+    """In float64, so that it is the same everywhere. Power-of-two scales, or 7 bits, would exceed the bounds."""
+    values, bound = SPECTRA[name]
+    matrix = with_spectrum(values.double(), 512)
+    exact = polar_factor(matrix)
+    error = float((polar_factor(restored(matrix).double()) - exact).norm() / exact.norm())
+    assert bound / 3 < error < bound
+    returned = float((restored(exact).double() - exact).norm() / exact.norm())
+    assert 0.004 < returned < 0.0075

@@ -18,8 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import Muon, OrthogonalizeError, UnsupportedError
 from meshmuon.device import CudaTransfers, is_staged
+from meshmuon.execute import RULE_STATE
 from meshmuon.execute.buffers import Stage
-from meshmuon.state.param_state import MOMENTUM, RULE_STATE
+from meshmuon.state.param_state import MOMENTUM
 from meshmuon.torch_compat import dtensor_like, local_part
 from tests.support.happens_before import runs
 from tests.support.happens_before.programs import Program, ProgramParam, in_host_memory, random_program

@@ -107,7 +107,7 @@ def test_experts_that_are_stored_as_inputs_by_outputs() -> None:
     assert (gate.count, gate.rows, gate.cols, gate.lr_shape) == (3, 5, 4, (4, 5))
     assert gate.window == (StridedRange(0, 5), StridedRange(0, 1, 4, 2))
     assert up.window == (StridedRange(0, 5), StridedRange(1, 1, 4, 2))
-    assert up.rule_state_window == (StridedRange(0, 1), StridedRange(1, 1, 4, 2))
+    assert up.rule_state_window((3, 1, 16)) == (StridedRange(0, 1), StridedRange(1, 1, 4, 2))
 
 
 @pytest.mark.parametrize(

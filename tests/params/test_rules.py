@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,22 +12,46 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import ConfigError, Muon, MuonEq, NorMuon, OrthogonalizeError, StateError, polar_express
+from meshmuon import (
+    ConfigError,
+    Hyperball,
+    Muon,
+    MuonEq,
+    NorMuon,
+    OrthogonalizeError,
+    StateError,
+    UpdateFloor,
+    WeightNumbers,
+    polar_express,
+)
 from tests.support.bounds import moved_error, orthogonalize_error, unit
 from tests.support.reference import group, make_params, run
+from tests.support.rules import Drag
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 7), (7, 1)]
 LR, DECAY, MU = 0.01, 0.5, 0.9
 NANOCHAT = ["muoneq", "muon_plus", "normuon"]
+LISTS = [NANOCHAT, NANOCHAT[:2], NANOCHAT[::2], ["muoneq", "normuon", "muon_plus"]]
+SCALING = ["hyperball", ["normuon", "hyperball"], "update_floor", ["update_floor", "muoneq"]]  # the first two are never cautious
 EXACT = polar_express(steps=12)  # the polar factor itself
 
 
 class Reference:
     """One matrix, stepped by hand in float64; ``rule`` names what is done beside orthogonalising."""
 
-    def __init__(self, weight: Tensor, rule: Any, *, beta2: float = 0.95, cautious: bool = False, maximize: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        rule: Any,
+        *,
+        cautious: bool = False,
+        maximize: bool = False,
+        axis: str = "rows",
+        beta2: float = 0.95,
+    ) -> None:
         self.weight, self.momentum = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
-        self.v = torch.zeros(weight.size(0), 1, dtype=torch.float64)
+        self.per_column = axis == "columns" or (axis == "longer" and weight.size(1) > weight.size(0))
+        self.v = torch.zeros((1, weight.size(1)) if self.per_column else (weight.size(0), 1), dtype=torch.float64)
         self.rules, self.beta2, self.cautious, self.sign = [rule] if isinstance(rule, str) else rule, beta2, cautious, 1
         self.sign = -1 if maximize else 1
 
@@ -40,12 +65,20 @@ class Reference:
         found = left[:, values > 1e-9 * values.max()] @ right[values > 1e-9 * values.max()] if values.max() > 0 else 0 * update
         for rule in self.rules:
             if rule == "normuon":
-                self.v = self.beta2 * self.v + (1 - self.beta2) * (found**2).mean(dim=1, keepdim=True)
+                self.v = self.beta2 * self.v + (1 - self.beta2) * (found**2).mean(dim=0 if self.per_column else 1, keepdim=True)
                 even = torch.where(self.v > 0, found / self.v.sqrt(), 0 * found)
                 found = even * found.norm() / even.norm() if even.norm() > 0 else even
             elif rule == "muon_plus" and found.norm() > 0:
                 found = found * min(found.shape) ** 0.5 / found.norm()
-        applied = self.sign * LR * 0.2 * max(found.shape) ** 0.5 * found
+        scaled = 0.2 * max(found.shape) ** 0.5 * found
+        if "update_floor" in self.rules and 0 < scaled.norm() < 0.35 * self.weight.norm():
+            scaled = scaled * 0.35 * self.weight.norm() / scaled.norm()
+        if "hyperball" in self.rules:
+            radius = self.weight.norm()
+            moved = self.weight - self.sign * LR * radius * found / found.norm()
+            self.weight = radius * moved / moved.norm()
+            return
+        applied = self.sign * LR * scaled
         decay = torch.full_like(self.weight, DECAY)
         if self.cautious:
             decay = torch.where(applied * self.weight >= 0, decay, 0 * decay)
@@ -67,11 +100,14 @@ def optimizer_for(params: list[nn.Parameter], **options: Any) -> Muon:
     return Muon(groups, **{**more, **options})
 
 
-@pytest.mark.parametrize("cautious", [False, True])
-@pytest.mark.parametrize("rule", ["plain", "normuon", "muon_plus", "muoneq", NANOCHAT, NANOCHAT[:2], NANOCHAT[::2]], ids=str)
+ALL = [*SCALING, "plain", "normuon", "muon_plus", "muoneq", *LISTS]
+
+
+@pytest.mark.parametrize(("rule", "cautious"), [*((rule, False) for rule in ALL), *((rule, True) for rule in ALL[2:])], ids=str)
 @pytest.mark.parametrize("maximize", [False, True])
 def test_against_the_formula(rule: Any, cautious: bool, maximize: bool) -> None:
-    params = [nn.Parameter(draw(shape, k)) for k, shape in enumerate(SHAPES)]
+    scales = 1.0, 0.3, 3.0, 0.5, 0.4  # 0.2·√(mn) over the norm of the weight is below 0.35 for some of them
+    params = [nn.Parameter(draw(shape, k) * scale) for k, (shape, scale) in enumerate(zip(SHAPES, scales, strict=True))]
     start = [param.detach().clone() for param in params]
     wanted = [Reference(param.detach(), rule, cautious=cautious, maximize=maximize) for param in params]
     optimizer = optimizer_for(params, rule=rule, cautious_weight_decay=cautious, maximize=maximize)
@@ -90,7 +126,24 @@ def test_against_the_formula(rule: Any, cautious: bool, maximize: bool) -> None:
             assert "rule_memory" not in optimizer.state[param]
 
 
-@pytest.mark.parametrize("rule", ["normuon", "muon_plus", "muoneq", NANOCHAT], ids=str)
+@pytest.mark.parametrize("axis", ["rows", "columns", "longer"])
+def test_the_axis_of_normuon(axis: str) -> None:
+    """Against the formula; the memory is as long as there are rows, or columns."""
+    params = [nn.Parameter(draw(shape, k)) for k, shape in enumerate(SHAPES)]
+    start = [param.detach().clone() for param in params]
+    wanted = [Reference(param.detach(), "normuon", axis=axis) for param in params]
+    optimizer = optimizer_for(params, rule=NorMuon(axis=axis))  # type: ignore[arg-type]
+    for step in range(3):
+        for k, param in enumerate(params):
+            param.grad = draw(SHAPES[k], 100 * step + k)
+            wanted[k].step(param.grad)
+        optimizer.step()
+    for param, begin, one in zip(params, start, wanted, strict=True):
+        torch.testing.assert_close(param.detach(), one.weight, rtol=0, atol=moved_bound(begin, one.weight, 3))
+        assert optimizer.state[param]["rule_memory"].shape == one.v.shape
+
+
+@pytest.mark.parametrize("rule", ["normuon", "muon_plus", "muoneq", "hyperball", UpdateFloor(3.0), NANOCHAT], ids=str)
 def test_experts_filters_and_parts_are_matrices_of_their_own(rule: Any) -> None:
     """Flipped experts are the transposed ones; filters and parts of fused weights are separate matrices."""
     experts = draw((3, 4, 6), 1)
@@ -126,7 +179,7 @@ def test_experts_filters_and_parts_are_matrices_of_their_own(rule: Any) -> None:
     torch.testing.assert_close(flipped.detach().mT, upright.detach(), rtol=0, atol=moved_bound(experts, upright.detach(), 3))
     assert torch.equal(filters.detach().flatten(1), flat.detach())
     assert torch.equal(fused.detach(), torch.cat([part.detach() for part in parts]))
-    if "normuon" in rule:
+    if "normuon" in str(rule):
         shapes = [tuple(optimizer.state[p]["rule_memory"].shape) for p in (flipped, upright, filters, fused)]
         assert shapes == [(3, 1, 4), (3, 4, 1), (5, 1, 1, 1), (10, 1)]
 
@@ -178,7 +231,7 @@ def test_a_rule_of_ones_own() -> None:
     assert seen == [("before", (1, 6, 4)), ("after", (1, 6, 1))]
     moved, usual = param.detach() - before * (1 - LR * DECAY), plain.detach() - before * (1 - LR * DECAY)
     torch.testing.assert_close(moved, 0.5 * usual, rtol=0, atol=6 * unit(torch.float64) * float(before.abs().max()))
-    assert torch.equal(optimizer.state[param]["rule_memory"], torch.ones(6, 1, dtype=torch.float64))
+    assert torch.equal(optimizer.state[param]["rule_memory_Own"], torch.ones(6, 1, dtype=torch.float64))
 
 
 def test_state_survives_and_other_rules_states_are_refused() -> None:
@@ -221,9 +274,19 @@ def test_a_rule_that_cannot_be_hashed_is_refused() -> None:
         optimizer_for([nn.Parameter(torch.zeros(3, 3))], rule=Loose())
 
 
-def test_a_beta_out_of_range_is_refused() -> None:
+def test_wrong_numbers_of_rules_are_refused() -> None:
     with pytest.raises(ConfigError, match="beta2=1"):
         NorMuon(beta2=1.0)
+    with pytest.raises(ConfigError, match="NorMuon: axis='outputs' must be one of 'rows', 'columns', 'longer'"):
+        NorMuon(axis="outputs")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Hyperball: rms=0\.0 must be a positive number"):
+        Hyperball(rms=0.0)
+    with pytest.raises(ConfigError, match="UpdateFloor: ratio=inf must be a positive number"):
+        UpdateFloor(math.inf)
+    rule = Drag()
+    object.__setattr__(rule, "memory_name", "momentum_buffer")
+    with pytest.raises(ConfigError, match='its memory_name must begin with "rule_memory"'):
+        optimizer_for([nn.Parameter(torch.zeros(3, 3))], rule=rule)
 
 
 @dataclass(frozen=True)
@@ -291,10 +354,10 @@ def test_a_list_of_rules_is_applied_in_its_order() -> None:
     assert torch.equal(together, stepped(Linear(2.0, 1.0))[0])
     assert torch.equal(stepped([move, double])[0], stepped(Linear(2.0, 2.0))[0])
     assert not torch.equal(together, stepped([move, double])[0])
-    assert torch.equal(optimizer.state[together]["rule_memory"], torch.ones(6, 1, dtype=torch.float64))
+    assert torch.equal(optimizer.state[together]["rule_memory_Linear"], torch.ones(6, 1, dtype=torch.float64))
     assert torch.equal(stepped(["normuon"], 3)[0], stepped("normuon", 3)[0])
     assert str(optimizer.routing_table()).endswith("note: group 0 has the rules Linear, Linear, in this order.")
-    assert "MuonEq(), MuonPlus(), NorMuon(beta2=0.95)" in stepped(NANOCHAT)[1].plan().params[0].how
+    assert "MuonEq(), MuonPlus(), NorMuon(beta2=0.95, axis='rows')" in stepped(NANOCHAT)[1].plan().params[0].how
 
 
 def test_a_failing_rule_of_a_list_leaves_weights_and_memory() -> None:
@@ -305,6 +368,113 @@ def test_a_failing_rule_of_a_list_leaves_weights_and_memory() -> None:
     with pytest.raises(OrthogonalizeError, match="a negative factor"):
         optimizer.step()
     assert all(map(torch.equal, [param.detach(), *optimizer.state[param].values()], before))
+
+
+def test_each_rule_of_a_list_has_a_memory_of_its_own() -> None:
+    """They survive saving and loading; what a rule alone kept once, under a name for all rules, still loads."""
+    rules = ["normuon", Drag(), Linear(2.0, 0.0, keeps=True)]
+    param, optimizer = stepped(rules, 2)
+    assert list(optimizer.state[param]) == ["momentum_buffer", "rule_memory", "rule_memory_Drag", "rule_memory_Linear"]
+    twin = nn.Parameter(param.detach().clone())
+    loaded = optimizer_for([twin], rule=rules, weight_decay=0.0)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, opt in ((param, optimizer), (twin, loaded)):
+        one.grad = draw((6, 4), 9)
+        opt.step()
+    assert torch.equal(param, twin)
+    param, optimizer = stepped(Drag("columns"), 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["rule_memory"] = saved["state"][0].pop("rule_memory_Drag")
+    loaded = optimizer_for([twin], rule=Drag("columns"), weight_decay=0.0)
+    loaded.load_state_dict(saved)
+    assert torch.equal(loaded.state[twin]["rule_memory_Drag"], optimizer.state[param]["rule_memory_Drag"])
+    del saved["state"][0]["rule_memory"]
+    with pytest.raises(StateError, match=r"0\.experts .*rule_memory_Drag"):
+        loaded.load_state_dict(saved)
+
+
+def test_a_number_per_column_has_no_place_for_parts_that_share_columns() -> None:
+    with pytest.raises(ConfigError, match=r'NorMuon keeps one number per column, for which the 2 parts .*axis="rows"'):
+        optimizer_for([nn.Parameter(torch.ones(6, 4))], expert_keys=[], split=(3, 3), rule=NorMuon(axis="columns"))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Keeps the numbers of weights that it sees, and doubles both factors."""
+
+    seen: list[WeightNumbers] = field(default_factory=list, compare=False)
+
+    def remembers(self) -> bool:
+        return False
+
+    def before(self, momentum: Tensor) -> None: ...
+
+    def after(self, update: Tensor, memory: Tensor | None) -> None: ...
+
+    def scale(self, numbers: WeightNumbers) -> tuple[Tensor, Tensor]:
+        self.seen.append(numbers)
+        return 2 * numbers.decay, 2 * numbers.rate
+
+
+def test_a_rule_of_ones_own_sees_numbers_of_the_weight() -> None:
+    """Those of the update after all rules. The factors of one rule are what the next begins with."""
+    weight, plain = draw((6, 4), 0), nn.Parameter(draw((6, 4), 0))
+    first, last = Seen(), Seen()
+    param = nn.Parameter(weight.clone())
+    optimizer, other = optimizer_for([param], rule=[first, last, "muon_plus"]), optimizer_for([plain], rule="muon_plus")
+    param.grad = plain.grad = draw((6, 4), 1)
+    optimizer.step()
+    other.step()
+    tried, numbers = first.seen
+    assert tried.weight_norm.tolist() == [1.0]
+    update = (weight * (1 - LR * DECAY) - plain.detach()) / (LR * 0.2 * 6**0.5)
+    found = [float(value) for value in (numbers.weight_norm, numbers.update_norm, numbers.inner)]
+    assert found == pytest.approx([float(weight.norm()), 2.0, float((weight * update).sum())], rel=1e-8)
+    assert (float(numbers.lr), float(numbers.decay), numbers.shape) == (LR, 1 - LR * DECAY, (6, 4))
+    assert float(numbers.rate) == pytest.approx(LR * 0.2 * 6**0.5)
+    assert torch.equal(last.seen[1].rate, 2 * numbers.rate)
+    torch.testing.assert_close(param.detach(), 4 * plain.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hyperball_keeps_the_norm(dtype: torch.dtype) -> None:
+    """To rounding, over many steps, also with bfloat16 weights, whose norm grows by rounding if it is not given."""
+    start = draw((24, 32), 0) * 0.1
+    param, rms = nn.Parameter(start.to(dtype)), float(start.square().mean().sqrt())
+    rounding = "stochastic" if dtype == torch.bfloat16 else "nearest"
+    optimizer = optimizer_for([param], rule=Hyperball(rms=rms), lr=0.003, rounding=rounding, scheme="keller", ns_steps=5)
+    for step in range(100):
+        before, param.grad = param.detach().double(), draw((24, 32), step).to(dtype)
+        optimizer.step()
+        after = param.detach().double()
+        assert float(after.norm()) == pytest.approx(float(start.norm()), rel=8 * unit(dtype) / 24)
+    turned = torch.rad2deg(torch.acos((before * after).sum() / before.norm() / after.norm()))
+    assert float(turned) == pytest.approx(math.degrees(0.003), rel=0.5 if dtype == torch.bfloat16 else 0.02)
+
+
+def test_an_lr_of_zero_changes_nothing() -> None:
+    param = nn.Parameter(draw((6, 4), 0))
+    optimizer = optimizer_for([param], rule=[UpdateFloor(9.0), Hyperball(rms=3.0)], lr=0.0)
+    param.grad = draw((6, 4), 1)
+    optimizer.step()
+    assert torch.equal(param.detach(), draw((6, 4), 0))
+
+
+def test_hyperball_refuses_zeros_unless_it_is_told_a_norm() -> None:
+    experts = draw((3, 4, 6), 0)
+    experts[1] = 0
+    param = nn.Parameter(experts)
+    param.grad = draw((3, 4, 6), 1)
+    optimizer = optimizer_for([param], rule="hyperball")
+    with pytest.raises(ConfigError, match=r"0\.experts: Hyperball keeps the norm of a weight, and here is a matrix of zeros"):
+        optimizer.step()
+    assert not optimizer.state[param]
+    optimizer.param_groups[0]["rule"] = Hyperball(rms=0.5)
+    optimizer.step()
+    torch.testing.assert_close(param.detach().flatten(1).norm(dim=1), torch.full((3,), 0.5 * 24**0.5, dtype=torch.float64))
+    assert "group 0: Hyperball moves each matrix by 0.01 of its norm a step" in str(optimizer.routing_table())
+    with pytest.raises(ConfigError, match="Hyperball keeps the norm of a weight and takes no weight decay"):
+        optimizer_for([param], rule=["normuon", "hyperball"], cautious_weight_decay=True)
 
 
 def test_states_of_lists_and_older_ones_load() -> None:
@@ -322,6 +492,7 @@ def test_states_of_lists_and_older_ones_load() -> None:
         opt.step()
     assert torch.equal(param, twin)
     alone, older = stepped("normuon", 2)
+    assert "rule_memory" in older.state[alone]
     with pytest.warns(UserWarning, match="saved with rule='normuon'.*built with"):
         loaded.load_state_dict(older.state_dict())
     assert loaded.param_groups[0]["rule"] == "normuon"
@@ -340,7 +511,7 @@ def test_states_of_lists_and_older_ones_load() -> None:
         (["muoneq", "muon"], "rule='muon' is unknown"),
         (["muoneq", 3], "rule=3 must be one of"),
         (["muoneq", NorMuon], "must be one of"),
-        ([NorMuon(0.9), "muoneq", "normuon"], "NorMuon and NorMuon keep numbers between steps; a list has room for one"),
+        ([NorMuon(0.9), "muoneq", "normuon"], "two rules would keep their numbers under the key 'rule_memory' of the state"),
         ({"muoneq"}, "must be one of"),
     ],
 )

@@ -14,6 +14,7 @@ from meshmuon.plan import Calibration, Nodes, Plan, PlannedParam, PlanOptions, c
 from meshmuon.plan.calibration import rate_at
 from meshmuon.plan.machines import Machine, machine_like, machine_names
 from meshmuon.plan.prediction import step_timeline
+from meshmuon.plan.tasks import Heavy
 from tests.support.plans import entry, random_entries, random_nodes, random_options, ranks_of, seeds
 
 
@@ -110,6 +111,11 @@ def test_few_long_matrices_are_set_aside() -> None:
     timeline = step_timeline(chosen, by)
     assert timeline.seconds < 0.9 * seconds(usual, by)
     assert timeline.seconds < 1.15 * timeline.bound
+
+
+@pytest.mark.parametrize("heavy", [None, "first", "aside"])
+def test_a_plan_of_nothing_can_be_chosen(heavy: Heavy | None) -> None:
+    assert not choose_plan([], PlanOptions(rates().cost_model(), heavy=heavy), rates()).tasks
 
 
 def test_a_chunk_size_decides_alone() -> None:
