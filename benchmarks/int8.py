@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ LINKS = (None, "1gbit", "200mbit")
 
 def work(options: argparse.Namespace) -> None:
     """What each rank does: steps with every dtype in turns."""
+    warnings.simplefilter("ignore")  # of 4d × d weights that may be fused ones
     dist.init_process_group("gloo")
     mesh, d = init_device_mesh("cpu", (dist.get_world_size(),)), options.width
     shapes = [(d, d)] * 4 + [(4 * d, d), (d, 4 * d)]

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..plan import NO_WAVE, WaveHops, WaveSizes, cuts_blocks, gradient_read_order, slot_sizes, wave_sizes
-from .buffers import PlacedPiece, PlacedTransfers, RelayMemory, Stage, Staging, int8_views, offsets_of
-from .int8 import Int8View
+from ..plan import NO_WAVE, WaveHops, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
+from .buffers import PlacedTransfers, RelayMemory, Stage, Staging, offsets_of
 from .local_batch import STAGED_IN_FLIGHT, LocalBatch, StagedBatch
 from .ortho_batch import MATRICES, OrthoBatch
 from .program_builder import MatrixBatch, MatrixRange, ProgramBuilder, batch_size, gathers, scatters
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shards import MomentumViews, ShardView, UpdateViews
-from .wave import NO_COPIES, Copies, CopyPairs, OwnedBatch, RankWave, Wave
+from .wave import RankWave, Wave
 from .weight_sums import WeightSums, new_table
-from .wire import FromInt8, LaneWire, Places, ToInt8, Way, batch_in_int8, packing, unpacking
+from .wire_copies import FromInt8, ToInt8, Way, beside_wire, owned_batch, rounds_in_passing, unrounded_buffer
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 """Where staged batches are orthogonalised, in turns."""
@@ -155,7 +154,7 @@ class RankProgramBuilder(ProgramBuilder):
                 for name, size in zip(("shards", "gathered", "results"), largest, strict=True):
                     self._buffer(name, waves[0], slot, size)
                 self._stage(waves[0], slot, largest[0])
-            self._unrounded_buffer(waves[0], max(wave_sizes(self.routes[k]).shards for k in waves))
+            unrounded_buffer(self, waves[0], max(wave_sizes(self.routes[k]).shards for k in waves))
         if self.plan.relayed:
             self._reserve_relays(self.plan.hops, [f"slot {wave % slots}" for wave in range(len(sizes))])
 
@@ -181,19 +180,6 @@ class RankProgramBuilder(ProgramBuilder):
         shards = self._buffer("shards", wave, slot, nbytes)
         return self.staging(shards.device).flat(f"shards {slot}", shards)
 
-    def _unrounded_buffer(self, wave: int, size: int) -> Tensor | None:
-        """Where this rank's shards are in full precision, before they are rounded for the wire or after; None if never."""
-        template, wire = self.lane_template(wave), self.lane_wire(wave)
-        if torch.int8 not in (wire.gather, wire.scatter) and self._rounds_in_passing(wave):
-            return None
-        return self.workspace.take("unrounded", (size,), template.update_dtype, template.param.device)
-
-    def _rounds_in_passing(self, wave: int) -> bool:
-        """Whether momentum is written to the exchange buffer in its dtype at once."""
-        template, gather = self.lane_template(wave), self.lane_wire(wave).gather
-        fuses = self.settings.fuses(template.param.device) and template.update_dtype == torch.float32
-        return gather == template.update_dtype or (fuses and gather != torch.int8)
-
     def _wave(
         self, k: int, sizes: WaveSizes, owned_batches: Sequence[tuple[MatrixBatch, OrthoBatch]], frees: Sequence[int]
     ) -> Wave:
@@ -203,13 +189,13 @@ class RankProgramBuilder(ProgramBuilder):
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else gathered
         stage = self._stage(k, slot, sizes.shards)
         near_weights = shards if stage is None else stage.host  # the same shards, in the memory of the weights
-        unrounded = self._unrounded_buffer(k, wave_sizes(routes).shards)
+        unrounded = unrounded_buffer(self, k, wave_sizes(routes).shards)
         staying = offsets_of(routes.staying, sizes.staying_offset, lambda piece: wire.nbytes.of(piece).held)  # in bytes
         gather = Way.of(wire.gather, routes.gather_out, routes.gather_in, staying)
         scatter = Way.of(wire.scatter, routes.scatter_in, routes.scatter_out, staying)
-        filled, rounding = self._beside_wire(gather, near_weights, None if self._rounds_in_passing(k) else unrounded, ToInt8)
+        filled, rounding = beside_wire(gather, near_weights, None if rounds_in_passing(self, k) else unrounded, ToInt8)
         in_int8 = scatter.dtype == torch.int8
-        received, restoring = self._beside_wire(scatter, near_weights, unrounded if in_int8 else None, FromInt8)
+        received, restoring = beside_wire(scatter, near_weights, unrounded if in_int8 else None, FromInt8)
         sent = {transfer.task for transfer in routes.gather_out}
         unsent = [(transfer, offset) for transfer, offset in scatter.own if transfer.task not in sent]
         routes_of_rank = partial(self.routes_of_wave, k)
@@ -224,7 +210,7 @@ class RankProgramBuilder(ProgramBuilder):
                 *gather.of_dtype(gathered, shards), gathers(routes_of_rank), relayed(direction="gather")
             ),
             owned_batches=tuple(
-                self._owned_batch(*batch, gather.places(gathered, shards), scatter.places(results, shards), wire)
+                owned_batch(self, *batch, gather.places(gathered, shards), scatter.places(results, shards), wire)
                 for batch in owned_batches
             ),
             scatter=self.prepare_exchange(
@@ -255,50 +241,3 @@ class RankProgramBuilder(ProgramBuilder):
         template, slot = self.lane_template(wave), self.momentum_slot(wave % self.plan.options.in_flight)
         sums = WeightSums(new_table(len(rows), template.param.device), template.work_device) if rows else None
         return UpdateViews(shards, self.step_params, RoundingScratch(self.workspace, "rounding beside"), slot, sums)
-
-    def _beside_wire(
-        self, way: Way, buffer: Tensor, unrounded: Tensor | None, int8_copies: Callable[[list[Int8View]], Copies]
-    ) -> tuple[tuple[PlacedTransfers, Tensor], Copies]:
-        """Where this rank's pieces are for its weights, in which buffer, and the copies between there and the exchange buffer.
-
-        They are one after the other in ``unrounded`` or, if that is None, in the exchange buffer itself.
-        """
-        placed, buffer = [*way.own, *way.staying], buffer.view(way.dtype)
-        if unrounded is None:
-            return (placed, buffer), NO_COPIES
-        numbers = offsets_of([transfer for transfer, _ in placed])
-        place = numbers, unrounded
-        if way.dtype == torch.int8:
-            pieces = [PlacedPiece(t.piece, offset, at) for (t, offset), (_, at) in zip(placed, numbers, strict=True)]
-            return place, int8_copies(int8_views(pieces, unrounded, buffer))
-        if numbers == placed:  # all of it in one copy
-            total = sum(transfer.piece.size for transfer, _ in placed)
-            return place, CopyPairs([buffer[:total]], [unrounded[:total]])
-        narrow, wide = (
-            [flat[at : at + t.piece.size] for t, at in at_of] for flat, at_of in ((buffer, placed), (unrounded, numbers))
-        )
-        return place, CopyPairs(narrow, wide)
-
-    def _owned_batch(
-        self, batch: MatrixBatch, ortho_batch: OrthoBatch, unpack_from: Places, pack_into: Places, wire: LaneWire
-    ) -> OwnedBatch:
-        """A batch with its copies.
-
-        ``unpack_from`` says where the pieces lie in the buffers when the gather is done, ``pack_into`` where the pieces of the
-        result must go.
-        """
-        position = {matrix.task: k for k, matrix in enumerate(batch)}
-        arrived, leaving = (
-            [
-                ([PlacedPiece(t.piece, offset, position[t.task]) for t, offset in transfers if t.task in position], buffer)
-                for transfers, buffer in places
-            ]
-            for places in (unpack_from, pack_into)
-        )
-        cut = wire.scatter == torch.int8 and any(cuts_blocks(self.plan.tasks[matrix.task].sharded) for matrix in batch)
-        in_int8 = batch_in_int8(ortho_batch.stacked, self.workspace) if cut or wire.by_owner else None
-        return OwnedBatch(
-            ortho_batch,
-            unpack=unpacking(arrived, ortho_batch.stacked, in_int8 if wire.by_owner else None),
-            pack=packing(leaving, ortho_batch.stacked, in_int8),
-        )

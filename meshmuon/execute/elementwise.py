@@ -10,10 +10,9 @@ where a trial shows that all elements are rounded in the same way; elsewhere it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import compress
 from typing import TypeAlias
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..device import copy_to
-from ..errors import KernelError
 from .int8 import Int8View, dequantise, quantise
 from .int8_momentum import Int8Momentum
 from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
@@ -200,7 +198,7 @@ class Elementwise:
         before = [param.clone() for param in params] if old_momenta else []
         apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
         if old_momenta:
-            of_rows = _first_columns(finite[: len(old_momenta.scales)], old_momenta.scales)
+            of_rows = first_columns(finite[: len(old_momenta.scales)], old_momenta.scales)
             now, old = [*params, *old_momenta.momenta, *old_momenta.scales], old_momenta.before + old_momenta.scales_before
             for target, value, stays in zip(now, before + old, [*finite, *finite, *of_rows], strict=True):
                 target.copy_(torch.where(stays, target, value))
@@ -210,13 +208,13 @@ class Elementwise:
         torch._foreach_copy_(targets, sources)
 
     def quantise(self, views: Sequence[Int8View]) -> None:
-        """Writes the numbers of each view as int8."""
+        """Writes the numbers of each view, which have one dtype and device, as int8."""
         scratch = RoundingScratch()
         for view in views:
             quantise(view.numbers, view.quanta, view.scales, view.first, scratch=scratch)
 
     def dequantise(self, views: Sequence[Int8View]) -> None:
-        """Writes the int8 of each view as numbers."""
+        """Writes the int8 of each view as numbers, which have one dtype and device."""
         scratch = RoundingScratch()
         for view in views:
             dequantise(view.quanta, view.scales, view.numbers, view.first, scratch=scratch)
@@ -238,150 +236,7 @@ class Elementwise:
         return ~torch.isfinite(torch.stack(ends)).all()
 
 
-class _Nothing(Elementwise):
-    """Leaves everything as it is."""
-
-    accumulate = fill = fill_int8 = apply = copy = fill_if = lambda *_, **__: None  # type: ignore[assignment]
-    quantise = dequantise = lambda *_, **__: None  # type: ignore[assignment]
-
-
-_PLAIN = Elementwise()
-
-
-class FusedElementwise(Elementwise):
-    """One launch of a Triton kernel per list and combination of dtypes. Float64 and tensors in host memory are torch's.
-
-    ``fill`` rounds to the dtype of its views. ``compile`` raises KernelError if a kernel does not run on ``device``.
-    """
-
-    _plain: Elementwise = _PLAIN
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with self._kernel_errors():
-            from .list_kernels import ListKernels
-
-            self._kernels = ListKernels()
-
-    def compile(self, work: Callable[[], object]) -> None:
-        self._plain, self._kernels.only_compiles = _Nothing(), self._kernel_errors
-        try:
-            work()
-        finally:
-            self._plain, self._kernels.only_compiles = _PLAIN, None
-
-    @contextmanager
-    def _kernel_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise KernelError(
-                f"kernels over lists of tensors do not run on {self._device}: {type(error).__name__}: {error}. If that cannot be "
-                'mended, pass kernels="torch".'
-            ) from error
-
-    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
-        for fused, (m, g) in _by_dtype(momenta, grads):
-            (self._kernels if fused else self._plain).accumulate(m, g, retain, gain)
-
-    def fill(
-        self, views: Tensors, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None, gain: float = 1.0
-    ) -> None:
-        for fused, (v, g, m) in _by_dtype(views, grads, momenta):
-            if fused:
-                self._kernels.fill(v, g, m, retain, momentum, gain)
-                continue
-            narrow = is_narrow(v[0].dtype)
-            wide = [torch.empty_like(view, dtype=torch.float32) for view in v] if narrow else v
-            self._plain.fill(wide, g, m, retain, momentum, gain)
-            if narrow:  # rounded once, as by the kernels
-                torch._foreach_copy_(v, wide)
-
-    def fill_int8(
-        self,
-        views: Tensors | None,
-        grads: Tensors,
-        momenta: Sequence[Int8Momentum],
-        retain: float | Tensor,
-        momentum: float | None,
-        gain: float = 1.0,
-    ) -> None:
-        by_dtypes: dict[Hashable, list[list[Tensor]]] = {}
-        for k, (grad, buffer) in enumerate(zip(grads, momenta, strict=True)):
-            tensors = [grad, buffer.quanta] if views is None else [grad, buffer.quanta, views[k]]
-            ((fused, _),) = _by_dtype(*([tensor] for tensor in tensors))
-            if fused and (joined := buffer.with_joined_columns(tensors)) is not None:
-                by_dtypes.setdefault(tuple(tensor.dtype for tensor in tensors), []).append(joined)
-                continue
-            wide = None if views is None else torch.empty_like(views[k], dtype=_wider(views[k].dtype))
-            self._plain.fill_int8(None if wide is None else [wide], [grad], [buffer], retain, momentum, gain)
-            if views is not None and wide is not None:  # rounded once, as by the kernels
-                self._plain.copy([views[k]], [wide])
-        for members in by_dtypes.values():
-            g, quanta, *v, scales = (list(of_list) for of_list in zip(*members, strict=True))
-            self._kernels.fill_int8(v[0] if v else None, g, (quanta, scales), retain, momentum, gain)
-
-    def apply(
-        self,
-        params: list[Tensor],
-        updates: list[Tensor],
-        decay: float | Tensor,
-        rate: float | Tensor,
-        *,
-        cautious: bool = False,
-        counters: Counters | None = None,
-        scratch: RoundingScratch | None = None,
-        old_momenta: OldMomenta | None = None,
-    ) -> None:
-        ((fused, _), *others) = _by_dtype(params, updates, *((old_momenta.momenta, old_momenta.before) if old_momenta else ()))
-        assert old_momenta or not others, "the parameters have one dtype, and so have the updates"
-        if not fused or others:
-            self._plain.apply(
-                params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch, old_momenta=old_momenta
-            )
-            return
-        hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
-        kept = None if old_momenta is None else (old_momenta.momenta, old_momenta.before)
-        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, old_momenta=kept)
-        if old_momenta is not None and old_momenta.scales:
-            self._kernels.restore(old_momenta.scales, old_momenta.scales_before, _first_columns(updates, old_momenta.scales))
-
-    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        for fused, (t, s) in _by_dtype(targets, sources):
-            (self._kernels if fused else self._plain).copy(t, s)
-
-    def quantise(self, views: Sequence[Int8View]) -> None:
-        for fused, of_dtype in _views_by_dtype(views):
-            (self._kernels if fused else self._plain).quantise(of_dtype)
-
-    def dequantise(self, views: Sequence[Int8View]) -> None:
-        for fused, of_dtype in _views_by_dtype(views):
-            (self._kernels if fused else self._plain).dequantise(of_dtype)
-
-    def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
-        for fused, (of_dtype,) in _by_dtype(tensors):
-            (self._kernels if fused else self._plain).fill_if(of_dtype, copy_to(mask, of_dtype[0].device), value)
-
-    def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-        device = tensors[0].device if device is None else device
-        flags, others = {device: torch.zeros(1, device=device)}, list[Tensor]()
-        for fused, (of_dtype,) in _by_dtype(tensors):
-            if fused:
-                place = of_dtype[0].device
-                if place not in flags:
-                    flags[place] = torch.zeros(1, device=place)
-                self._kernels.mark_nonfinite(of_dtype, flags[place])
-            else:
-                others += of_dtype
-        found = [flag[0] > 0 for flag in flags.values()] + ([_PLAIN.any_nonfinite(others, device)] if others else [])
-        return reduce(torch.logical_or, (copy_to(flag, device) for flag in found))
-
-
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if is_narrow(dtype) else dtype
-
-
-def _first_columns(tensors: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
+def first_columns(tensors: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
     """The first column of each tensor, with the shape of the scales of its rows, (rows, blocks).
 
     The update of a matrix that is not finite is NaN throughout: one of its columns tells for all.
@@ -392,26 +247,3 @@ def _first_columns(tensors: Sequence[Tensor], scales: Sequence[Tensor]) -> list[
             tensor = tensor.select(-1, 0)
         columns.append(tensor.unsqueeze(-1).expand(rows.shape))
     return columns
-
-
-def _views_by_dtype(views: Sequence[Int8View]) -> Iterator[tuple[bool, list[Int8View]]]:
-    """The same for views of int8, by the dtype of their numbers."""
-    groups: dict[Hashable, list[Int8View]] = {}
-    for view in views:
-        groups.setdefault((view.numbers.dtype, view.numbers.device), []).append(view)
-    for (dtype, device), members in groups.items():
-        yield device.type == "cuda" and dtype in _FUSED, members
-
-
-_FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
-
-
-def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:
-    """The lists cut into such with one dtype and device each, and whether the kernels know them."""
-    groups: dict[Hashable, list[tuple[Tensor, ...]]] = {}
-    for tensors in zip(*lists, strict=True):
-        groups.setdefault(tuple((tensor.dtype, tensor.device) for tensor in tensors), []).append(tensors)
-    for members in groups.values():
-        place = members[0][0].device
-        fused = place.type == "cuda" and all(tensor.dtype in _FUSED and tensor.device == place for tensor in members[0])
-        yield fused, [list(of_list) for of_list in zip(*members, strict=True)]

@@ -7,11 +7,14 @@ GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from .int8 import LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS
-from .list_kernels import _KINDS, _jit, _locate, _offsets, _pointers, _read, _write
+from .int8 import LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS, Int8View
+from .list_kernels import _KINDS, ListKernels, _jit, _locate, _offsets, _pointers, _read, _write
 
 _LEAST, _MOST = tl.constexpr(LEAST_SCALE), tl.constexpr(MOST_SCALE)
 _PER_AMAX, _ROUNDS = tl.constexpr(PER_AMAX), tl.constexpr(ROUNDS)
@@ -70,3 +73,19 @@ def from_int8_kernel(
     scale = ((high << 24) | (low << 16)).to(tl.float32, bitcast=True)
     address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
     _write(address, offsets, inside, quanta * scale, None, kind_0, dense)
+
+
+class Int8ListKernels(ListKernels):
+    """With the quantiser."""
+
+    def quantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the numbers of each view, which have one dtype, as int8."""
+        self._launch_on_blocks(to_int8_kernel, views)
+
+    def dequantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the int8 of each view as numbers, which have one dtype."""
+        self._launch_on_blocks(from_int8_kernel, views)
+
+    def _launch_on_blocks(self, kernel: Any, views: Sequence[Int8View]) -> None:
+        operands = list(zip(*(part for view in views for part in view.parts), strict=True))
+        self._launch(self._table(*operands, by_rows=True), kernel, kind_0=_KINDS[views[0].numbers.dtype])

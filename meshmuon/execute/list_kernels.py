@@ -25,7 +25,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from torch import Tensor
 
 from ..device import copy_to
-from .int8 import BLOCK, LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS, Int8View
+from .int8 import BLOCK, LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS
 
 TILE = 2048
 """Elements of a tile."""
@@ -539,22 +539,6 @@ class ListKernels:
             return
         with self.only_compiles():
             table.emptied().launch(kernel, *arguments, **constants)
-
-    def quantise(self, views: Sequence[Int8View]) -> None:
-        """Writes the numbers of each view, which have one dtype, as int8."""
-        from .int8_kernels import to_int8_kernel
-
-        self._launch_on_blocks(to_int8_kernel, views)
-
-    def dequantise(self, views: Sequence[Int8View]) -> None:
-        """Writes the int8 of each view as numbers, which have one dtype."""
-        from .int8_kernels import from_int8_kernel
-
-        self._launch_on_blocks(from_int8_kernel, views)
-
-    def _launch_on_blocks(self, kernel: Any, views: Sequence[Int8View]) -> None:
-        operands = list(zip(*(part for view in views for part in view.parts), strict=True))
-        self._launch(self._table(*operands, by_rows=True), kernel, kind_0=_KINDS[views[0].numbers.dtype])
 
     def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
         """M ← retain·M + gain·G."""

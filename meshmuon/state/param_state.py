@@ -262,9 +262,9 @@ def check_kind(name: str, key: str, value: Any, shape: tuple[int, ...], saved: s
     else:
         dtypes = {MOMENTUM: (torch.int8, *FLOAT_DTYPES), SCALES: (int8.SCALE_DTYPE,)}.get(key, FLOAT_DTYPES)
         if not isinstance(value, Tensor) or value.dtype not in dtypes or value.layout != torch.strided:
-            *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-            choice = f"{', '.join(others)} or {last}" if others else last
-            raise StateError(f"{what} is {_described(value)}, it must be a tensor of shape {shape} in {choice}.")
+            choice = "in bfloat16" if key == SCALES else "in float16, bfloat16, float32 or float64"
+            choice += ", or in int8" if key == MOMENTUM else ""
+            raise StateError(f"{what} is {_described(value)}, it must be a tensor of shape {shape} {choice}.")
 
 
 def _described(value: Any) -> str:

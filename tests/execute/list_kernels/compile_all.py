@@ -20,7 +20,7 @@ TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "bits": "i32"}
 def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, object]:
     kernel = (
         getattr(int8_kernels, f"{name}_kernel")
-        if "int8" in name
+        if name in ("to_int8", "from_int8")
         else getattr(list_kernels, f"_{name.removeprefix('guarded ')}_kernel")
     )
     constants: dict[str, object] = {

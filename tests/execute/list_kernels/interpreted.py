@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshmuon.execute import elementwise, int8, rounding
+from meshmuon.execute.int8_kernels import Int8ListKernels
 from meshmuon.execute.list_kernels import ListKernels
 from tests.support.happens_before.list_kernels import in_int8
 
@@ -128,7 +129,7 @@ def test_int8_has_the_bits_of_the_twin(data: st.DataObject, dtype: torch.dtype, 
             blocks = int8.blocks_in(cols, first)
             scales = memory[1 + numbers.numel() :][: 4 * rows * blocks].view(2, rows, 2 * blocks)
             made.append((memory, int8.Int8View(numbers.clone(), quanta, scales, first)))
-    kernels = ListKernels()
+    kernels = Int8ListKernels()
     kernels.quantise([view for _, view in views])
     elementwise.Elementwise().quantise([view for _, view in twins])
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(views, twins, strict=True))
@@ -162,7 +163,7 @@ def test_momentum_of_16_bits_is_rounded_once_and_looked_ahead_from_as_stored(dat
     assert all_same(views, ahead)
 
 
-@slow
+@settings(max_examples=6, deadline=None)
 @given(st.data(), st.sampled_from(FLOATS), st.sampled_from([None, *FLOATS]), scalars(0.95), st.sampled_from([None, 0.9]))
 def test_momentum_in_int8_has_the_bits_of_the_twin(
     data: st.DataObject, dtype: torch.dtype, wire: torch.dtype | None, retain: float | Tensor, momentum: float | None
