@@ -123,8 +123,8 @@ class ParamRecord:
             scheme_for(recipe.scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break
         between_gpus = place.work_device.type == "cuda" and update_dtype != torch.float64
         on_wire = CommDtype.of(comm_dtype, torch.bfloat16 if between_gpus else update_dtype)
-        how = recipe.scheme, recipe.rules, compute_dtype, on_wire, update_dtype, recipe.int8_momentum
-        return cls(name, group_index, group, param, shape, *place, matrix_sets, *how)
+        how = recipe.scheme, recipe.rules, compute_dtype, on_wire, update_dtype
+        return cls(name, group_index, group, param, shape, *place, matrix_sets, *how, int8_momentum=recipe.int8_momentum)
 
 
 def named_params(groups: Sequence[ParamGroup]) -> Iterator[tuple[str, Tensor]]:

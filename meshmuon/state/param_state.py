@@ -88,7 +88,7 @@ def convert_momentum(state: dict[str, Any], name: str, param: Tensor, param_grou
     if to_int8:
         refuse_shared_blocks(name, param, blocks)
         state[MOMENTUM], state[SCALES] = zeros_like(param, torch.int8), _zero_scales(param, blocks)
-    in_int8 = Int8Momentum.whole(*(local_part(tensor) for tensor in (state[MOMENTUM], state[SCALES])), blocks)
+    in_int8 = Int8Momentum.whole(local_part(state[MOMENTUM]), local_part(state[SCALES]), blocks)
     if to_int8:
         in_int8.store(local_part(momentum).float())
     else:
@@ -202,7 +202,7 @@ def _plain(value: Any) -> Any:
 def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
     """Raises StateError if the state of a parameter no longer fits it, before a step writes anything."""
     for key, shape in shapes_of(name, param, param_group, param_state).items():
-        value = param_state.get(key)
+        value: Any = param_state.get(key)
         if value is None and key != SCALES:
             continue
         check_kind(name, key, value, shape)

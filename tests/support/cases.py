@@ -300,8 +300,8 @@ def check_shards(
                 assert key in COUNTERS or not state[key].any(), f"{key} of parameter {k}"
             else:
                 cut = whole[key] if key in COUNTERS else place(case, meshes, k, whole[key])
-                if key == SCALES and isinstance(state[key], DTensor):
-                    cut = distribute_tensor(whole[key], state[key].device_mesh, state[key].placements, src_data_rank=None)
+                if key == SCALES and isinstance(scales := state[key], DTensor):
+                    cut = distribute_tensor(whole[key], scales.device_mesh, scales.placements, src_data_rank=None)
                 same(local(state[key]), local(cut), f"{key} of parameter {k}")
 
 
