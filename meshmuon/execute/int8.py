@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from ..device import known_to_host
-from ..plan import BLOCK, SCALE_BYTES
+from ..plan import BLOCK as BLOCK  # other rooms read both from here
+from ..plan import SCALE_BYTES as SCALE_BYTES
 from .rounding import RandomWords, RoundingScratch, chunks_of, noise_from
 
 SCALE_DTYPE = torch.bfloat16
