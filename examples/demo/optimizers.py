@@ -80,6 +80,7 @@ class OptimizerConfig:
     cautious: bool = False
     rounding: Rounding = "nearest"
     wire: str | None = None
+    momentum_dtype: str | None = None
     qk_threshold: float | None = None
 
 
@@ -122,6 +123,7 @@ def _muon(contender: Contender, model: GPT, config: OptimizerConfig) -> Muon:
             rounding=config.rounding,
             comm_dtype=None if config.wire is None else WIRES[config.wire],
             reference_path=config.wire is not None and not dist.is_initialized(),  # which rounds in one process, too
+            momentum_dtype=None if config.momentum_dtype is None else getattr(torch, config.momentum_dtype),
             clip_config=clip_config,
             metrics=EVERY,
         )

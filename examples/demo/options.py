@@ -18,6 +18,7 @@ from demo.train import SCHEDULES, TrainConfig
 
 SCHEMES = ("auto", "polar_express", "keller", "zolotarev", "hybrid", "halley")
 ROUNDINGS = ("nearest", "stochastic")
+MOMENTUM_DTYPES = ("float32", "bfloat16", "int8")
 RULES = ("plain", "normuon", "muon_plus", "muoneq")
 ADAMW_LR, ADAMW_WEIGHT_DECAY = 2e-3, 1.0
 # Without QK-norm and at four times the best lr of the sweep attention logits pass the threshold within the first 30 steps and
@@ -197,6 +198,7 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         "--rounding", choices=ROUNDINGS, default=ROUNDINGS[0], help="how meshmuon rounds --weights bfloat16 after a step"
     )
     group.add_argument("--wire", choices=tuple(WIRES), help="what meshmuon sends as int8; one process rounds as if it sent")
+    group.add_argument("--momentum-dtype", choices=MOMENTUM_DTYPES, help="of meshmuon's momentum (default: that of the weights)")
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
@@ -250,6 +252,7 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         cautious=args.cautious,
         rounding=args.rounding,
         wire=args.wire,
+        momentum_dtype=args.momentum_dtype,
         qk_threshold=getattr(args, "qk_threshold", None),  # the sweep has no such flag
     )
 

@@ -23,6 +23,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "longer_run": ("--only", "muon", "--untimed"),
     "loss_by_rounding": (),
     "loss_by_wire": (),
+    "loss_by_momentum": (),
     "metrics": (),
     "orthogonalisation": ("--sizes", "16", "--ratios", "1", "4"),
     "predictions": ("--worlds", "1"),
