@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ CLIP_RUNS = ("unclipped", "clipped")
 TITLES = {name: contender.title for name, contender in CONTENDERS.items()}
 
 
-WIRES = {"int8": torch.int8, "int8-scatter": (None, torch.int8)}
+WIRES: dict[str, Any] = {"int8": torch.int8, "int8-scatter": (None, torch.int8)}
 """What is sent as int8: all, or updates alone."""
 
 
