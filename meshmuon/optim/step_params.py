@@ -137,7 +137,7 @@ def _refer_to(entry: Mapping[str, Any], step_param: StepParam, *, kept: bool = T
     """Gives a step parameter the state in its ``entry``: all of it, or if this rank does not keep it, the counter alone."""
     if kept:
         step_param.momentum_buffer = entry[param_state.MOMENTUM]
-        step_param.rule_state = [entry[key] for key in step_param.memories]
+        step_param.rule_state = [entry[key] for key in step_param.memories] if step_param.rules else ()
     step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
 
 
