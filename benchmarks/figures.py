@@ -1,4 +1,4 @@
-"""How the benchmarks' figures look: on white, so that they also read on a dark page, with plain numbers on the axes."""
+"""How the benchmarks' figures look: grey on nothing, to read on light and on dark pages, with plain numbers on the axes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_TEXT = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
 STYLE: dict[Any, Any] = {
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
+    **dict.fromkeys(_TEXT, "#7a7a7a"),
+    **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), "none"),
     "font.size": 10.0,
     "axes.titlesize": 11.0,
     "axes.grid": True,

@@ -10,7 +10,6 @@ import argparse
 import gc
 import json
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,11 @@ import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
 from layouts import ModelLayout, layouts_for
-from ranks import Runner, make
+from ranks import Runner, make, rates_for
 from wire import Wire
 
 from meshmuon import Muon
-from meshmuon.plan import PlanData
-from meshmuon.plan.calibration import Calibration
 from meshmuon.plan.counts import buffer_bytes, bytes_sent
-from meshmuon.tools.doctor.context import Context, DoctorOptions
-from meshmuon.tools.doctor.measurements import calibrate
 from meshmuon.tools.predict.prediction import predict
 
 SCHEME = "meshmuon, auto"
@@ -37,14 +32,6 @@ def by_rank(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def rates_for(plans: Iterable[PlanData]) -> Calibration:
-    """The doctor's measurements, with the shapes of these plans, summarised on every rank alike."""
-    shapes = {(task.sharded.rows, task.sharded.cols) for plan in plans for task in plan.tasks}
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    options = DoctorOptions(quick=True, shapes=tuple(sorted(shapes)))
-    return calibrate(Context(options, dist.get_rank(), dist.get_world_size(), store, torch.device("cpu"), "here"))
 
 
 def optimizer_of(runner: Runner) -> Muon:
@@ -97,12 +84,13 @@ def main() -> None:
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
     steps = {name: runner.step for name, runner in runners.items()}
     plans = {name: optimizer_of(runner).plan() for name, runner in runners.items()}
-    calibrations = [rates_for(plans.values())]
+    shapes = [tuple(param.shape) for runner in runners.values() for param in runner.params]
+    calibrations = [rates_for(shapes)]
     for _ in range(options.rounds):
         wire.reset()
         times = common.race(steps, 3, warmups=0, barrier=dist.barrier)
         if options.rounds > 1:  # a single round is a try
-            calibrations.append(rates_for(plans.values()))
+            calibrations.append(rates_for(shapes))
         for layout in layouts:
             around = [
                 predict(plans[layout.name], calibration, averages=layout.data_parallel) for calibration in calibrations[-2:]

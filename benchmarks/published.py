@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 STEPS, WIRE = 5, 2  # of Newton–Schulz; bytes per element on the wire and in its products
 WORKLOAD = Workload(tokens_per_step=4 * 2**20, mfu=0.4)
 XTUNER = "https://github.com/InternLM/xtuner/pull/1716"
+DION = "https://github.com/microsoft/dion"
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM/issues/6676"
 DMUON = "https://arxiv.org/abs/2606.27153"
 
@@ -163,11 +164,21 @@ def xtuner_rows(model: str, published: tuple[float | None, float, float]) -> lis
 
 def megatron_rows(model: str) -> list[dict[str, Any]]:
     """632 → 356 → 157 ms on 32 GB300; the model is not stated."""
-    ours = simulated(model, "dp_shard=16,tp=2,ep=16", "b200")
+    ours = simulated(model, "dp_shard=16,tp=2,ep=16", "gb300")
     machine, kinds, case = ours.machine, kinds_of(ours), f"Megatron, {model} on 32"
     published = {"repeated": 0.632, "divided Gram": 0.356, "one home": 0.157}
     rows = [_row(case, name, megatron(kinds, name, machine, Domain()), value, MEGATRON) for name, value in published.items()]
     return [*rows, _row(case, "meshmuon", ours.seconds, None, "", memory=ours.most_bytes("total"))]
+
+
+def dion_rows(model: str) -> list[dict[str, Any]]:
+    """85.5 ms on one H100 for a model of 1B parameters, which is not stated; matrices of one shape in batches."""
+    ours = simulated(model, "dp_shard=1", "h100")
+    machine, case = ours.machine, f"dion, {model} on 1"
+    rates = machine.rates_for("bfloat16", several_nodes=False)
+    elementwise = rates.seconds_per_element("momentum") + rates.seconds_per_element("update")
+    seconds = sum(kind.params * (kind.stack * kind.seconds(machine) + elementwise * kind.elements) for kind in kinds_of(ours))
+    return [_row(case, "batches of a shape", seconds, 0.0855, DION), _row(case, "meshmuon", ours.seconds, None, "")]
 
 
 def dmuon_rows(models: Sequence[str]) -> list[dict[str, Any]]:
@@ -218,6 +229,7 @@ def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]
         *xtuner_rows("qwen3-30b-a3b", (0.783, 0.236, 0.232)),
         *xtuner_rows("moe-397b", (None, 0.491, 1.019)),
         *megatron_rows("qwen3-235b-a22b"),
+        *dion_rows("gpt2-xl"),
         *dmuon_rows(["qwen3-8b", "qwen3-32b", "llama3-70b"]),
         *memory_rows("llama3-8b", 64),
     ]

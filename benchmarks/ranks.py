@@ -7,7 +7,7 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,13 @@ from wire import Wire
 
 from meshmuon import DistMuon, Muon, Workspace, keller, orthogonalize
 from meshmuon.device import memory_budget_for
+from meshmuon.plan.calibration import Calibration
+from meshmuon.tools.doctor.context import Context, DoctorOptions
+from meshmuon.tools.doctor.measurements import calibrate
 
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
 OURS, NAIVE, REFERENCE, PURE, ALONE = "meshmuon", "naive", "reference", "pure work", "exchanges alone"
+CHOSEN, CHOSEN_ALONE = "meshmuon, plan chosen by measured rates", "its exchanges alone"
 SCHEMES = {"meshmuon, polar_express": "polar_express", "meshmuon, auto": "auto"}  # other updates: compared with each other alone
 TOLERANCE = 1e-3  # of the update, relative to its largest entry
 
@@ -71,7 +75,14 @@ class Runner:
         return [value.to_local() if isinstance(value, DTensor) else value for value in whole]
 
 
-def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]]) -> Runner:
+def rates_for(shapes: Iterable[tuple[int, ...]]) -> Calibration:
+    """The doctor's measurements, with matrices of these shapes, summarised on every rank alike."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    options = DoctorOptions(quick=True, shapes=tuple(sorted({(shape[-2], shape[-1]) for shape in shapes})))
+    return calibrate(Context(options, dist.get_rank(), dist.get_world_size(), store, torch.device("cpu"), "here"))
+
+
+def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]], rates: Calibration | None = None) -> Runner:
     weights, grads = values_of(layout, shapes)
     params = [nn.Parameter(layout.place(value, k)) for k, value in enumerate(weights)]
     placed = [layout.place(grad, k) for k, grad in enumerate(grads)]
@@ -91,7 +102,7 @@ def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]]) -> Runne
     if layout.data_parallel:
         ours: Muon = DistMuon(groups, adjust_lr_fn="match_rms_adamw", **options)
     else:
-        ours = Muon(groups, reference_path=name == REFERENCE, **options)
+        ours = Muon(groups, reference_path=name == REFERENCE, cost_model=rates, **options)
     return Runner(params, Step(ours.step, fresh_gradients), ours)
 
 
@@ -133,37 +144,47 @@ def _apart(weights: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     return max((float((p - q).abs().max()) for p, q in zip(weights, others, strict=True) if p.numel()), default=0.0)
 
 
-def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire) -> dict[str, Any]:
+def shapes_of(layout: ModelLayout, options: argparse.Namespace) -> list[tuple[int, ...]]:
+    return layout.shapes(options.layers if layout.name == "FSDP2" else max(1, options.layers // 2), options.width)
+
+
+def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire, rates: Calibration | None) -> dict[str, Any]:
     world = dist.get_world_size()
-    main = layout.name == "FSDP2"
-    shapes = layout.shapes(options.layers if main else max(1, options.layers // 2), options.width)
+    main, shapes = layout.name == "FSDP2", shapes_of(layout, options)
     names = [OURS, NAIVE, REFERENCE] if main and world <= 4 else [OURS, NAIVE]
     runners = {name: make(name, layout, shapes) for name in names}
+    if rates is not None:
+        runners[CHOSEN] = make(CHOSEN, layout, shapes, rates)
     apart = check_same(runners)
-    optimizer = runners[OURS].optimizer
-    assert isinstance(optimizer, Muon)
-    runners[OURS].step.run()
-    wire.reset()
-    runners[OURS].step.run()
-    sent, exchanges, agreements, alone = wire.sent, len(wire.exchanges), wire.agreements, wire.alone()
-    steps = {name: runner.step for name, runner in runners.items()}
-    steps[OURS] = Step(steps[OURS].run, wire.reset)
-    steps[ALONE] = Step(alone)
+    steps, counted = {name: runner.step for name, runner in runners.items()}, {}
+    for name, alone in ((OURS, ALONE), *([(CHOSEN, CHOSEN_ALONE)] if rates is not None else [])):
+        runners[name].step.run()
+        wire.reset()
+        runners[name].step.run()
+        counted[name] = wire.sent, len(wire.exchanges), wire.agreements
+        steps[name], steps[alone] = Step(steps[name].run, wire.reset), Step(wire.alone())
     if main:
         steps[PURE] = pure_work(shapes, options.cores)
         steps |= {name: make(name, layout, shapes).step for name in SCHEMES}
     warmups = 1 if main else 0  # the schemes' first step plans
-    waits: list[float] = []
-    shown: Callable[[str, Samples], None] = lambda name, _: waits.append(wire.waited) if name == OURS else None  # noqa: E731
+    waits: dict[str, list[float]] = {name: [] for name in steps}
+    shown: Callable[[str, Samples], None] = lambda name, _: waits[name].append(wire.waited)  # noqa: E731
     times = race(steps, options.rounds, warmups=warmups, barrier=dist.barrier, shown=shown)
+
+    def hidden(name: str, alone: str) -> float | None:
+        waited = over_ranks(quartiles(waits[name]).median)
+        return max(0.0, 1 - waited / quartiles(times[alone].wall).median) if counted[name][1] else None
+
+    optimizer, (sent, exchanges, agreements) = runners[OURS].optimizer, counted[OURS]
+    assert isinstance(optimizer, Muon)
     plan, elements = optimizer.plan(), sum(p.numel() for p in runners[OURS].params)
-    waited, alone_s = over_ranks(quartiles(waits).median), quartiles(times[ALONE].wall).median
+    chosen = runners[CHOSEN].optimizer.plan() if CHOSEN in runners else None  # type: ignore[attr-defined]
     return {
         "layout": layout.name,
         "ranks": world,
         "matrices": len(plan.tasks),
         "steps": {name: samples.facts() for name, samples in times.items()},
-        "ratio": {name: asdict(ratio(times[OURS].wall, samples.wall)) for name, samples in times.items() if name != ALONE},
+        "ratio": {name: asdict(ratio(times[OURS].wall, samples.wall)) for name, samples in times.items() if "alone" not in name},
         "auto_over_polar_express": asdict(ratio(*(times[name].wall for name in reversed(SCHEMES)))) if main else None,
         "difference": apart,
         "bytes_sent": over_ranks(sent),
@@ -173,8 +194,8 @@ def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire) -> dic
         "exchanges": exchanges,
         "agreements": agreements,
         "waves": len(plan.wave_lanes),
-        "waited_s": waited,
-        "hidden": max(0.0, 1 - waited / alone_s) if exchanges else None,
+        "hidden": hidden(OURS, ALONE),
+        "chosen": chosen and {"waves": len(chosen.wave_lanes), "hidden": hidden(CHOSEN, CHOSEN_ALONE)},
         "workspace_bytes": over_ranks(optimizer.workspace_bytes(), dist.ReduceOp.MAX),
         "buffer_bytes": over_ranks(plan.buffer_bytes(dist.get_rank()), dist.ReduceOp.MAX),
         "two_waves_bytes": 2 * memory_budget_for(None),
@@ -192,17 +213,19 @@ def main() -> None:
     for name in ("layers", "width", "rounds", "tiny", "cores", "threads"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--layouts", nargs="*", default=None)
+    parser.add_argument("--chosen", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # remarks on how the naive way gathers
     dist.init_process_group("gloo")
     chosen = [layout for layout in layouts_for(dist.get_world_size()) if not options.layouts or layout.name in options.layouts]
+    rates = rates_for(shape for layout in chosen for shape in shapes_of(layout, options)) if options.chosen else None
     wire, results = Wire(), []
     for layout in chosen:
         if dist.get_rank() == 0:
             print(f"  {dist.get_world_size()} ranks, {layout.name} …", flush=True)
-        results.append(measure(layout, options, wire))
+        results.append(measure(layout, options, wire, rates))
         wire.reset()
         if layout.name == "FSDP2" and options.tiny:
             results[-1]["host"] = host_time(layout, options.tiny, max(5, options.rounds))

@@ -13,6 +13,7 @@ root and the kernel's token bucket filter. Delay would need netem as well and is
 
     python benchmarks/sharded.py                                # 1, 2, 4 and 8 ranks, one after the other, then a slowed link
     python benchmarks/sharded.py --ranks 4 --layouts HSDP FSDP2 --link none
+    python benchmarks/sharded.py --ranks --link 1gbit          # the slowed link alone
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ COLUMNS = (
     "host µs/matrix",
 )
 
+LINKED = ["FSDP2", "HSDP", "EP×FSDP, cut"]  # on 4 ranks over a slowed link
+CHOSEN = "meshmuon, plan chosen by measured rates"
+
 
 def run_world(
     world: int, options: argparse.Namespace, *, layouts: Sequence[str] = (), link: str | None = None
@@ -64,6 +68,7 @@ def run_world(
             command += [f"--{name}", str(getattr(options, name))]
         command += ["--rounds", str(rounds), "--tiny", str(0 if link or world > 2 else options.tiny), "--out", str(out)]
         command += ["--layouts", *layouts] if layouts else []
+        command += ["--chosen"] if link else []
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
         if link:
             command = [*in_namespace(link), *command]
@@ -105,6 +110,22 @@ def row_of(result: dict[str, Any]) -> tuple[str, ...]:
         f"{result['hidden']:.2f}" if result["hidden"] is not None else "–",
         f"{result['workspace_bytes'] / 2**20:.1f}",
         f"{host['wall_us']:.1f} (cpu {host['cpu_us']:.1f})" if host else "–",
+    )
+
+
+LINK_COLUMNS = ("ranks", "layout", "waves", "chosen", "step, ms", "chosen ÷ usual", "hidden", "chosen")
+
+
+def link_row(result: dict[str, Any]) -> tuple[str, ...]:
+    chosen, ratio = result["chosen"], result["ratio"][CHOSEN]
+    return (
+        f"{result['ranks']}, {result['link']}",
+        result["layout"],
+        str(result["waves"]),
+        str(chosen["waves"]),
+        Quartiles(**result["steps"]["meshmuon"]["wall_s"]).text(1e3, 0),
+        f"{1 / ratio['median']:.2f} ({1 / ratio['high']:.2f}–{1 / ratio['low']:.2f})",
+        *(f"{share:.2f}" if share is not None else "–" for share in (result["hidden"], chosen["hidden"])),
     )
 
 
@@ -157,6 +178,7 @@ def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]
         reason = why_no_link(options.link)
         if reason is None:
             results += run_world(2, options, layouts=["FSDP2"], link=options.link)
+            results += run_world(4, options, layouts=options.layouts or LINKED, link=options.link)
         else:
             report.note(f"no slowed link here: {reason}")
     return results
@@ -166,12 +188,15 @@ def show(results: Sequence[dict[str, Any]], report: Report) -> None:
     options = report.facts["options"]
     cores, threads = options["cores"], options["threads"]
     report.table(f"one sharded step on {cores} cores, {threads} thread(s) per rank", COLUMNS, map(row_of, results))
-    if max(options["ranks"]) > cores:
+    linked = [result for result in results if result["chosen"]]
+    if linked:
+        report.table("the usual plan, and one chosen by the rates of the slowed link", LINK_COLUMNS, map(link_row, linked))
+    if max(options["ranks"], default=0) > cores:
         report.note(f"more ranks than the {cores} cores take turns on them: see the head of benchmarks/sharded.py.")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, nargs="+", default=None, help="numbers of ranks to run (default 1 2 4 8)")
+    parser.add_argument("--ranks", type=int, nargs="*", default=None, help="numbers of ranks to run (default 1 2 4 8)")
     parser.add_argument("--layouts", nargs="+", default=[], help="names of layouts (default all that fit)")
     parser.add_argument("--layers", type=int, default=4, help="transformer layers for FSDP2, half of them elsewhere (default 4)")
     parser.add_argument("--width", type=int, default=512, help="model width d: 4 of d×d, d×4d, 4d×d per layer (default 512)")
@@ -185,9 +210,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.quick:
-        options.ranks = options.ranks or [2, 4]
+        options.ranks = [2, 4] if options.ranks is None else options.ranks
         options.layers, options.width, options.tiny, options.link = 2, 32, 20, options.link or "none"
-    options.ranks, options.link = options.ranks or [1, 2, 4, 8], options.link or "1gbit"
+    options.ranks, options.link = [1, 2, 4, 8] if options.ranks is None else options.ranks, options.link or "1gbit"
 
 
 BENCHMARK = common.Benchmark(

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
 from common import ROOT, Goal, Report
+from figures import draw
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-import sweep_lr
 from demo import options as demo
 from demo.data import Corpus
 from demo.progress import QuietProgress
@@ -54,17 +54,17 @@ def grid(options: argparse.Namespace) -> list[Row]:
 
 def final_loss(row: Row, options: argparse.Namespace) -> float | None:
     """The last validation loss of one run; None if it diverged."""
-    sizes = (
-        f"--d-model {16 if options.quick else WIDTH} --layers 2 --heads 2 --seq-len 64 --batch-size {2 if options.quick else 16}"
-    )
-    flags = f"--optimizer {row['optimizer']} {sizes} --steps {options.steps} --eval-every {options.steps}"
-    args = sweep_lr.parser().parse_args(
-        [*flags.split(), "--device", "cpu", "--threads", str(options.threads), "--seed", str(row["seed"])]
-    )
-    swept = sweep_lr.configured({**row, "scheme": "auto", "rule": "plain"}, demo.optimizer_config(args))
+    parser = argparse.ArgumentParser()
+    for add_options_of in (demo.add_model_options, demo.add_train_options, demo.add_optimizer_options):
+        add_options_of(parser)
+    width, rows, whose = *((16, 2) if options.quick else (WIDTH, 16)), "adamw-" if row["optimizer"] == "adamw" else ""
+    sizes = f"--d-model {width} --layers 2 --heads 2 --seq-len 64 --batch-size {rows} --device cpu --threads {options.threads}"
+    flags = f"{sizes} --steps {options.steps} --eval-every {options.steps} --seed {row['seed']}"
+    args = parser.parse_args(f"{flags} --{whose}lr {row['lr']} --{whose}weight-decay {row['weight_decay']}".split())
     if not _text:
         _text.append(demo.corpus(args))
-    run = Run(row["optimizer"], _text[0], demo.model_config(args), swept, demo.train_config(args), demo.runtime(args))
+    configs = demo.model_config(args), demo.optimizer_config(args), demo.train_config(args)
+    run = Run(row["optimizer"], _text[0], *configs, demo.runtime(args))
     try:
         return run.train(QuietProgress()).evals[-1].loss
     except NonFiniteLossError:
@@ -109,7 +109,7 @@ def show(rows: list[Row], report: Report) -> None:
     columns = ("optimizer", "weight decay", *(f"lr {lr:g}" for lr in lrs), "seeds differ by ≤")
     report.table("final validation loss, mean over seeds", columns, lines)
     report.folder.mkdir(parents=True, exist_ok=True)
-    save(rows, report.folder / f"{report.name}_decay.png")
+    draw(lambda figure: plot_decay(rows, figure), SIZE, report.folder / f"{report.name}_decay.png")
 
 
 def goals(rows: list[Row], options: argparse.Namespace) -> list[Goal]:
@@ -167,15 +167,6 @@ def plot_decay(rows: list[Row], figure: Figure) -> None:
     ]
     draw_lines(axes, lines)
     axes.set_title("meshmuon, one seed: the lowest loss of each weight decay is ringed", fontsize=11)
-
-
-def save(rows: list[Row], path: Path) -> None:
-    """The figure about weight decay, on white."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE, layout="constrained", facecolor="white")
-    plot_decay(rows, figure)
-    figure.savefig(path, dpi=130)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -6,29 +6,24 @@ import argparse
 import json
 from pathlib import Path
 
+from demo.figures import drawing
 from demo.optimizers import CONTENDERS
 
 
 def draw(log: Path, image: Path) -> None:
     """Validation loss of each contender in ``log`` over steps, with the training loss behind it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    reached: list[float] = []
-    for name, run in json.loads(log.read_text(encoding="utf-8"))["runs"].items():
-        color = CONTENDERS[name].color
-        steps, losses = [point["step"] for point in run["evals"]], [point["loss"] for point in run["evals"]]
-        axes.plot(range(1, len(run["train_loss"]) + 1), run["train_loss"], color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, losses, "o-", color=color, markersize=3, label=f"{CONTENDERS[name].title}: {losses[-1]:.3f}")
-        reached += losses[1:]  # the first is that of a uniform guess
-    axes.set_ylim(min(reached) - 0.15, max(reached) + 0.15)
-    axes.set(xlabel="step", ylabel="validation loss (nats per byte)", title="a small GPT, equal steps (faint: training loss)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(image, dpi=110)
+    with drawing(image, (7, 3.6), dpi=110) as figure:
+        axes = figure.subplots()
+        reached: list[float] = []
+        for name, run in json.loads(log.read_text(encoding="utf-8"))["runs"].items():
+            color = CONTENDERS[name].color
+            steps, losses = [point["step"] for point in run["evals"]], [point["loss"] for point in run["evals"]]
+            axes.plot(range(1, len(run["train_loss"]) + 1), run["train_loss"], color=color, alpha=0.25, linewidth=0.8)
+            axes.plot(steps, losses, "o-", color=color, markersize=3, label=f"{CONTENDERS[name].title}: {losses[-1]:.3f}")
+            reached += losses[1:]  # the first is that of a uniform guess
+        axes.set_ylim(min(reached) - 0.15, max(reached) + 0.15)
+        axes.set(xlabel="step", ylabel="validation loss (nats per byte)", title="a small GPT, equal steps (faint: training loss)")
+        axes.legend()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,25 @@ def test_readme_has_an_example_and_both_commands() -> None:
     assert python_blocks(ROOT / "README.md")
     assert "make train" in text
     assert "make test" in text
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "quickstart.md"], ids=lambda page: page.name)
+def test_the_routing_table_that_a_page_shows_is_printed(page: Path) -> None:
+    """… stands for rows that are left out."""
+    table = re.search(r"^```\n(parameter .*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert table
+    values: dict[str, Any] = {}
+    exec(python_blocks(page)[0].split("\nfor ")[0], values)  # without the training
+    shown = [row for row in table[1].splitlines() if row != "…"]
+    assert [row for row in str(values["optimizer"].routing_table()).splitlines() if row in shown] == shown
+
+
+def test_people_find_the_words_that_they_type() -> None:
+    """The site's search ranks headings first."""
+    headings = " ".join(re.findall(r"^## (.+)$", (ROOT / "docs" / "faq.md").read_text(), flags=re.MULTILINE))
+    assert not [
+        word for word in ("Install", "(lr)", "Learning rate", "OOM", "Out of memory", "NaN", "hangs") if word not in headings
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from demo.compare import Findings
+from demo.figures import GREY, drawing
 from demo.optimizers import CONTENDERS
 from demo.train import RunResult
 
@@ -114,27 +115,21 @@ def _section(summaries: Mapping[str, LogitSummary], threshold: float, explanatio
 
 def draw_logits(path: Path, results: Sequence[RunResult], threshold: float) -> None:
     """Loss and largest logit over steps, with the threshold."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, logit = figure.subplots(1, 2)
-    for result in results:
-        color, steps = CONTENDERS[result.name].color, range(1, result.steps_done + 1)
-        loss.plot(steps, result.train_loss, color=color, alpha=0.25, linewidth=0.8)
-        points = result.evals
-        loss.plot([p.step for p in points], [p.loss for p in points], "o-", color=color, markersize=3, label=result.title)
-        logit.plot(steps, result.largest_logit, color=color, linewidth=1.2, label=result.title)
-        for point in result.resumed:
-            for axes in (loss, logit):
-                axes.axvline(point.step, color=color, linestyle=":", linewidth=1.0)
-    logit.axhline(threshold, color="black", linestyle="--", linewidth=1.0, label=f"threshold {threshold:g}")
-    if all(value > 0 for result in results for value in result.largest_logit):
-        logit.set_yscale("log")
-    loss.set(xlabel="step", ylabel="loss (nats per byte)", title="validation loss (faint: training loss)")
-    logit.set(xlabel="step", title="largest attention logit")
-    for axes in (loss, logit):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=130)
+    with drawing(path, (11, 4.2), dpi=130) as figure:
+        loss, logit = figure.subplots(1, 2)
+        for result in results:
+            color, steps = CONTENDERS[result.name].color, range(1, result.steps_done + 1)
+            loss.plot(steps, result.train_loss, color=color, alpha=0.25, linewidth=0.8)
+            points = result.evals
+            loss.plot([p.step for p in points], [p.loss for p in points], "o-", color=color, markersize=3, label=result.title)
+            logit.plot(steps, result.largest_logit, color=color, linewidth=1.2, label=result.title)
+            for point in result.resumed:
+                for axes in (loss, logit):
+                    axes.axvline(point.step, color=color, linestyle=":", linewidth=1.0)
+        logit.axhline(threshold, color=GREY, linestyle="--", linewidth=1.0, label=f"threshold {threshold:g}")
+        if all(value > 0 for result in results for value in result.largest_logit):
+            logit.set_yscale("log")
+        loss.set(xlabel="step", ylabel="loss (nats per byte)", title="validation loss (faint: training loss)")
+        logit.set(xlabel="step", title="largest attention logit")
+        for axes in (loss, logit):
+            axes.legend()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from demo.figures import drawing
 from meshmuon import Muon
 from meshmuon.metrics import Health
 
@@ -71,30 +72,25 @@ PANELS = (
 
 def draw_health(path: Path, points: Sequence[Mapping[str, Any]]) -> None:
     """One page: five values by kind of matrix, and where the seconds of a step go."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    figure = Figure(figsize=(13, 7.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 3).flatten()
-    kinds = list(dict.fromkeys(kind for point in points for kind in point["kinds"]))
-    for axis, (key, title, scale) in zip(axes, PANELS, strict=False):
-        for number, kind in enumerate(kinds):
-            steps, values = _series(points, kind, key)
-            axis.plot(steps, values, color=f"C{number}", linewidth=1.4, label=_short(kind))
-        axis.set(title=title, xlabel="step", yscale=scale)
-        axis.grid(alpha=0.3)
-        if scale == "linear":
-            axis.set_ylim(bottom=0)
-        else:  # plain numbers, also where the curves span less than a power of ten
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.yaxis.set_minor_locator(NullLocator())
-    _draw_seconds(axes[-1], points)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
-    figure.savefig(path, dpi=120)
+    with drawing(path, (13, 7.2), dpi=120) as figure:
+        axes = figure.subplots(2, 3).flatten()
+        kinds = list(dict.fromkeys(kind for point in points for kind in point["kinds"]))
+        for axis, (key, title, scale) in zip(axes, PANELS, strict=False):
+            for number, kind in enumerate(kinds):
+                steps, values = _series(points, kind, key)
+                axis.plot(steps, values, color=f"C{number}", linewidth=1.4, label=_short(kind))
+            axis.set(title=title, xlabel="step", yscale=scale)
+            if scale == "linear":
+                axis.set_ylim(bottom=0)
+            else:  # plain numbers, also where the curves span less than a power of ten
+                axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axis.yaxis.set_minor_locator(NullLocator())
+        _draw_seconds(axes[-1], points)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
 
 
 def _draw_seconds(axis: Any, points: Sequence[Mapping[str, Any]]) -> None:
@@ -104,7 +100,7 @@ def _draw_seconds(axis: Any, points: Sequence[Mapping[str, Any]]) -> None:
     used = [name for name in phases if any(point["seconds"][name] > 0 for point in measured)]
     if used:
         stacks = [[1e3 * max(0.0, point["seconds"][name]) for point in measured] for name in used]
-        greys = [str(0.25 + 0.6 * k / max(1, len(used) - 1)) for k in range(len(used))]
+        greys = [str(0.3 + 0.5 * k / max(1, len(used) - 1)) for k in range(len(used))]
         axis.stackplot([point["step"] for point in measured], stacks, labels=used, colors=greys)
         axis.legend(loc="upper right", fontsize=8, reverse=True)
     axis.set(title="milliseconds of an optimizer step", xlabel="step")

@@ -18,6 +18,7 @@ import meshmuon
 from demo.clip import clip_findings
 from demo.compare import Comparison, Findings, compare
 from demo.data import Corpus
+from demo.figures import drawing
 from demo.health import PICTURE, draw_health, section
 from demo.model import ModelConfig
 from demo.optimizers import CONTENDERS, OptimizerConfig
@@ -197,30 +198,24 @@ def _run_log(result: RunResult) -> dict[str, Any]:
 
 def draw_losses(path: Path, results: Sequence[RunResult]) -> None:
     """Validation loss over steps and over seconds, with the training loss behind it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    by_step, by_time = figure.subplots(1, 2, sharey=True)
-    for result in results:
-        color = CONTENDERS[result.name].color
-        losses = [point.loss for point in result.evals]
-        by_step.plot(range(1, result.steps_done + 1), result.train_loss, color=color, alpha=0.25, linewidth=0.8)
-        by_step.plot([p.step for p in result.evals], losses, "o-", color=color, markersize=3, label=result.title)
-        by_time.plot([p.seconds for p in result.evals], losses, "o-", color=color, markersize=3, label=result.title)
-        for point in result.resumed:
-            by_step.axvline(point.step, color=color, linestyle=":", linewidth=1.0)
-    # The first losses are those of a uniform guess; the interesting part lies below.
-    reached = [point.loss for result in results for point in result.evals[1:]]
-    if reached:
-        by_step.set_ylim(min(reached) - 0.15, max(reached) + 0.15)
-    by_step.set(xlabel="step", ylabel="loss (nats per byte)", title="equal steps (faint: training loss)")
-    by_time.set(xlabel="training time (s), evaluation excluded", title="equal time")
-    for axes in (by_step, by_time):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=130)
+    with drawing(path, (11, 4.2), dpi=130) as figure:
+        by_step, by_time = figure.subplots(1, 2, sharey=True)
+        for result in results:
+            color = CONTENDERS[result.name].color
+            losses = [point.loss for point in result.evals]
+            by_step.plot(range(1, result.steps_done + 1), result.train_loss, color=color, alpha=0.25, linewidth=0.8)
+            by_step.plot([p.step for p in result.evals], losses, "o-", color=color, markersize=3, label=result.title)
+            by_time.plot([p.seconds for p in result.evals], losses, "o-", color=color, markersize=3, label=result.title)
+            for point in result.resumed:
+                by_step.axvline(point.step, color=color, linestyle=":", linewidth=1.0)
+        # The first losses are those of a uniform guess; the interesting part lies below.
+        reached = [point.loss for result in results for point in result.evals[1:]]
+        if reached:
+            by_step.set_ylim(min(reached) - 0.15, max(reached) + 0.15)
+        by_step.set(xlabel="step", ylabel="loss (nats per byte)", title="equal steps (faint: training loss)")
+        by_time.set(xlabel="training time (s), evaluation excluded", title="equal time")
+        for axes in (by_step, by_time):
+            axes.legend()
 
 
 def markdown(setting: Setting, results: Sequence[RunResult], outcome: Findings, *, drawn: bool) -> str:

@@ -8,19 +8,21 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ..device import device_memory, device_name, memory_budget_for
 from ..errors import PlanError
 from ..execute import may_fail
-from ..layout import Layout, Mesh
+from ..layout import Layout, Mesh, shard_matrices
 from ..matrices import MatrixSet
 from ..ortho import expected_flops
 from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica_ranks, replicated_layout, siblings
 from ..params.param_record import ParamIndex, ParamRecord
 from ..plan import (
+    BY_OWNER,
     DEFAULT_IN_FLIGHT,
+    INT8,
     NO_WAVE,
     Calibration,
     CostModel,
@@ -30,8 +32,10 @@ from ..plan import (
     Plan,
     PlannedParam,
     PlanOptions,
+    Wire,
     choose_plan,
     cost_model_for,
+    cuts_blocks,
     machine_like,
     make_plan,
 )
@@ -295,6 +299,14 @@ class LocalPlanner:
 
     def _planned_param(self, record: ParamRecord, matrix_set: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:
         ranks, rows, cols = self._topology.ranks, matrix_set.rows, matrix_set.cols
+        gathers_int8, matrices = (
+            record.comm_dtype.gather.itemsize == INT8,
+            partial(shard_matrices, stack_dims=matrix_set.stack_dims),
+        )
+        by_owner = gathers_int8 and any(
+            cuts_blocks(sharded) for layout in layouts for sharded in set(matrices(layout, window=matrix_set.window))
+        )
+        itemsize = (record.update_dtype if by_owner else record.comm_dtype.gather).itemsize
         # A private parameter is planned as replicated over all ranks. It is then whole, so it stays on this rank, and it costs
         # nothing in the balance. Reports count it on every rank, as if each had one like it. Replicas share what code of the user
         # computes: if it fails on one rank, none of them is stepped, and they stay equal.
@@ -302,8 +314,9 @@ class LocalPlanner:
             name=record.name,
             layouts=layouts or (replicated_layout(record.shape, ranks),),
             stack_dims=matrix_set.stack_dims,
-            lane=(_places(record), str(record.comm_dtype), str(record.update_dtype)),
-            itemsize=record.comm_dtype.itemsize,
+            lane=(_places(record), str(record.comm_dtype) + (BY_OWNER if by_owner else ""), str(record.update_dtype)),
+            itemsize=itemsize,
+            itemsize_back=None if record.comm_dtype.scatter.itemsize == itemsize else record.comm_dtype.scatter.itemsize,
             flops=expected_flops(rows, cols, record.scheme, self._settings.form, record.compute_dtype, record.work_device),
             share=True if record.mesh is None or may_fail(record.scheme, record.rules) else None,
             private=not layouts and len(ranks) > 1,  # on a single rank nothing is compared, so nothing is left out
@@ -334,8 +347,8 @@ def _costs_on(machine: Machine | None, record: ParamRecord, *, several_nodes: bo
     dtype = str(record.compute_dtype).removeprefix("torch.")
     if machine is None or machine.device == "cpu" or dtype not in machine.peak_flops:
         return cost_model_for(record.work_device.type, several_nodes=several_nodes)
-    itemsizes = {"weight": record.param.dtype.itemsize, "wire": record.comm_dtype.itemsize}
-    return machine.rates_for(dtype, several_nodes=several_nodes, **itemsizes)
+    wire = Wire(*(dtype.itemsize for dtype in record.comm_dtype)).itemsize
+    return machine.rates_for(dtype, several_nodes=several_nodes, weight=record.param.dtype.itemsize, wire=wire)
 
 
 def fingerprint_of(values: object) -> int:

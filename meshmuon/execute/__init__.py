@@ -5,7 +5,7 @@ from .elementwise import Elementwise
 from .executor import Executor, StepExecutor
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
-from .settings import ExecutorSettings
+from .settings import CommDtype, CommDtypeLike, ExecutorSettings
 from .step_param import (
     UNOBSERVED,
     CheckedUpdates,
@@ -22,6 +22,8 @@ __all__ = [
     "RULE_STATE",
     "UNOBSERVED",
     "CheckedUpdates",
+    "CommDtype",
+    "CommDtypeLike",
     "DataParallelExecutor",
     "Elements",
     "Elementwise",

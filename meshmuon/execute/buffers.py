@@ -7,8 +7,10 @@ in the matrix, so that one strided copy moves them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, sub
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +18,22 @@ from torch import Tensor
 from ..device import HOST, Transfers, transfers_for
 from ..layout import Piece
 from ..ortho import Workspace
-from ..plan import Hops
+from ..plan import BLOCK, SCALE_BYTES, Hops, PieceTransfer, blocks_touched
+from .int8 import Int8View, blocks_in
+
+PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
+"""Transfers with the offsets of their pieces in a buffer."""
+
+
+def offsets_of(
+    transfers: Sequence[PieceTransfer], start: int = 0, size: Callable[[Piece], int] = attrgetter("size")
+) -> PlacedTransfers:
+    """Each transfer with the offset of its piece in a flat buffer, where pieces lie one after the other from ``start`` on."""
+    placed = []
+    for transfer in transfers:
+        placed.append((transfer, start))
+        start += size(transfer.piece)
+    return placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +47,39 @@ class PlacedPiece:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A rectangle of elements: ``kind`` is its height, its width, and its row strides in the batch and in the buffer."""
+    """A rectangle of elements, by its offsets in several tensors; blocks of one kind can move in one copy."""
 
-    kind: tuple[int, int, int, int]  # blocks of one kind can move in one copy
-    batch_offset: int
-    buffer_offset: int
+    kind: tuple[int, ...]  # its height, its width and its row stride in each of the tensors; first column if there are scales
+    offsets: tuple[int, ...]
 
 
 def strided_views(placed: Iterable[PlacedPiece], stacked: Tensor, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Equal-shaped views of a batch, (size, rows, cols), and of a flat buffer; copying one list to the other moves all pieces."""
-    blocks = list(_blocks(placed, stacked))
-    in_batch_order = _runs(sorted(blocks, key=lambda block: block.batch_offset))
-    in_buffer_order = _runs(sorted(blocks, key=lambda block: block.buffer_offset))
     of_stacked, of_buffer = [], []
-    for run, step in min(in_batch_order, in_buffer_order, key=len):
-        height, width, batch_stride, buffer_stride = run[0].kind
-        shape, batch_offset, buffer_offset = (len(run), height, width), run[0].batch_offset, run[0].buffer_offset
-        of_stacked.append(stacked.as_strided(shape, (step[0], batch_stride, 1), stacked.storage_offset() + batch_offset))
-        of_buffer.append(buffer.as_strided(shape, (step[1], buffer_stride, 1), buffer.storage_offset() + buffer_offset))
+    for run, step in _fewest_runs(list(_blocks(placed, stacked))):
+        height, width, *strides = run[0].kind
+        of_stacked.append(_view(stacked, run, step, 0, (height, width), strides[0]))
+        of_buffer.append(_view(buffer, run, step, 1, (height, width), strides[1]))
     return of_stacked, of_buffer
+
+
+def int8_views(placed: Iterable[PlacedPiece], numbers: Tensor, buffer: Tensor) -> list[Int8View]:
+    """The same for pieces in int8: their elements at the offset, then their scales.
+
+    ``numbers`` is a batch; or flat, and has the elements of piece k from offset ``position`` on.
+    """
+    views = []
+    for run, step in _fewest_runs(list(_int8_blocks(placed, numbers))):
+        height, width, stride, quanta_stride, scale_stride, first = run[0].kind
+        size, scale_bytes = (height, width), (height, SCALE_BYTES * blocks_in(width, first))
+        quanta, scales = _view(buffer, run, step, 1, size, quanta_stride), _view(buffer, run, step, 2, scale_bytes, scale_stride)
+        views.append(Int8View(_view(numbers, run, step, 0, size, stride), quanta, scales, first))
+    return views
+
+
+def _view(tensor: Tensor, run: Sequence[_Block], step: Sequence[int], which: int, size: tuple[int, int], stride: int) -> Tensor:
+    offset = tensor.storage_offset() + run[0].offsets[which]
+    return tensor.as_strided((len(run), *size), (step[which], stride, 1), offset)
 
 
 def _blocks(placed: Iterable[PlacedPiece], stacked: Tensor) -> Iterator[_Block]:
@@ -60,24 +91,50 @@ def _blocks(placed: Iterable[PlacedPiece], stacked: Tensor) -> Iterator[_Block]:
             left = 0
             for col, col_stop in placed_piece.piece.cols:
                 kind = row_stop - row, col_stop - col, cols, width
-                yield _Block(kind, placed_piece.position * pitch + row * cols + col, offset + left)
+                yield _Block(kind, (placed_piece.position * pitch + row * cols + col, offset + left))
                 left += col_stop - col
             offset += (row_stop - row) * width
 
 
-def _runs(blocks: Sequence[_Block]) -> list[tuple[list[_Block], tuple[int, int]]]:
-    """Consecutive blocks of one kind at equal distances in the batch and in the buffer, with these two distances."""
-    runs: list[tuple[list[_Block], tuple[int, int]]] = []
+def _int8_blocks(placed: Iterable[PlacedPiece], numbers: Tensor) -> Iterator[_Block]:
+    for placed_piece in placed:
+        piece, offset = placed_piece.piece, placed_piece.offset
+        height, width = piece.shape
+        touched = [block for start, stop in blocks_touched(piece.cols) for block in range(start, stop)]
+        at_scales, scale_stride = offset + piece.size, SCALE_BYTES * len(touched)
+        in_batch, base = numbers.dim() == 3, placed_piece.position * numbers.stride(0)
+        stride = numbers.size(2) if in_batch else width
+        for row, row_stop in piece.rows if in_batch else ((0, height),):
+            left = 0
+            for col, col_stop in piece.cols:
+                at_block = at_scales + SCALE_BYTES * touched.index(col // BLOCK)
+                kind = row_stop - row, col_stop - col, stride, width, scale_stride, col % BLOCK
+                yield _Block(kind, (base + row * stride + (col if in_batch else left), offset + left, at_block))
+                left += col_stop - col
+            offset, at_scales = offset + (row_stop - row) * width, at_scales + (row_stop - row) * scale_stride
+
+
+_Runs: TypeAlias = "list[tuple[list[_Block], tuple[int, ...]]]"
+"""Blocks of one kind at equal distances in all tensors, with these distances."""
+
+
+def _fewest_runs(blocks: Sequence[_Block]) -> _Runs:
+    orders = (_runs(sorted(blocks, key=lambda block: block.offsets[which])) for which in range(2))
+    return min(orders, key=len)
+
+
+def _runs(blocks: Sequence[_Block]) -> _Runs:
+    """Consecutive blocks in runs."""
+    runs: _Runs = []
     for block in blocks:
         if runs:
             run, step = runs[-1]
-            last = run[-1]
-            gap = block.batch_offset - last.batch_offset, block.buffer_offset - last.buffer_offset
-            if block.kind == last.kind and min(gap) > 0 and (len(run) == 1 or gap == step):
+            gap = tuple(map(sub, block.offsets, run[-1].offsets))
+            if block.kind == run[-1].kind and min(gap) > 0 and (len(run) == 1 or gap == step):
                 run.append(block)
                 runs[-1] = run, gap
                 continue
-        runs.append(([block], (0, 0)))
+        runs.append(([block], (0,) * len(block.offsets)))
     return runs
 
 
@@ -130,11 +187,13 @@ class RelayMemory:
     workspace: Workspace
     place: str
     direction: str
+    base: torch.dtype | None = None  # of memory that both directions share although their dtypes differ
 
     def take(self, hop: int, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of one hop. Before the first is used, the largest of its kind has been taken (``reserve``)."""
-        where = self.direction if hop else self.place
-        return self.workspace.take(f"relay {hop} {name} {where}", (size,), dtype, device)
+        where, base = self.direction if hop else self.place, self.base or dtype
+        flat = self.workspace.take(f"relay {hop} {name} {where}", (size * dtype.itemsize // base.itemsize,), base, device)
+        return flat.view(dtype)
 
     def reserve(self, hops: Hops, position: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocates the buffers of an exchange for the rank at ``position`` in the plan; later ones may be smaller."""

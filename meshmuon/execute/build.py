@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, WaveHops, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
-from .buffers import PlacedPiece, RelayMemory, Stage, Staging, strided_views
+from .buffers import PlacedTransfers, RelayMemory, Stage, Staging, offsets_of
 from .local_batch import STAGED_IN_FLIGHT, LocalBatch, StagedBatch
 from .ortho_batch import MATRICES, OrthoBatch
-from .program_builder import MatrixBatch, MatrixRange, PlacedTransfers, ProgramBuilder, batch_size, gathers, offsets_of, scatters
+from .program_builder import MatrixBatch, MatrixRange, ProgramBuilder, batch_size, gathers, scatters
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shards import MomentumViews, ShardView, UpdateViews
-from .wave import NO_COPIES, CopyPairs, OwnedBatch, RankWave, Wave
+from .wave import RankWave, Wave
 from .weight_sums import WeightSums, new_table
+from .wire_copies import FromInt8, ToInt8, Way, beside_wire, owned_batch, rounds_in_passing, unrounded_buffer
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 """Where staged batches are orthogonalised, in turns."""
@@ -47,7 +48,7 @@ class RankProgramBuilder(ProgramBuilder):
         local_ranges, staged_ranges = self._local_ranges()
         local_batches, *wave_batches = self.reserved_batches([local_ranges, *self.owned_ranges])
         (staged_batches,) = self.reserved_batches([staged_ranges], _STAGED)
-        sizes = [wave_sizes(routes) for routes in self.routes]
+        sizes = [wave_sizes(routes, self.lane_wire(k).nbytes) for k, routes in enumerate(self.routes)]
         self._reserve_buffers(sizes)
         frees, freed_at_end = self._freed_gradients([*local_batches, *staged_batches])
         waves, owned_rule_state = [], dict[tuple[int, int], Tensor]()
@@ -153,7 +154,7 @@ class RankProgramBuilder(ProgramBuilder):
                 for name, size in zip(("shards", "gathered", "results"), largest, strict=True):
                     self._buffer(name, waves[0], slot, size)
                 self._stage(waves[0], slot, largest[0])
-            self._unrounded_buffer(waves[0], max(sizes[k].shards for k in waves))
+            unrounded_buffer(self, waves[0], max(wave_sizes(self.routes[k]).shards for k in waves))
         if self.plan.relayed:
             self._reserve_relays(self.plan.hops, [f"slot {wave % slots}" for wave in range(len(sizes))])
 
@@ -161,60 +162,62 @@ class RankProgramBuilder(ProgramBuilder):
         """Allocates the buffers between the hops of relayed exchanges at their largest size; ``places`` has that of each wave."""
         for wave, (exchanges, place) in enumerate(zip(hops, places, strict=True)):
             for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
-                memory = RelayMemory(self.workspace, place, direction)
-                memory.reserve(exchange, self.plan.ranks.index(self.rank), *self._wire(wave))
+                dtype, device = self._wire(wave)
+                memory = RelayMemory(self.workspace, place, direction, dtype)
+                memory.reserve(exchange, self.plan.ranks.index(self.rank), dtype, device)
 
     def _wire(self, wave: int) -> tuple[torch.dtype, torch.device]:
-        template = self.lane_template(wave)
-        return template.comm_dtype, template.work_device
+        return self.lane_wire(wave).base, self.lane_template(wave).work_device
 
-    def _buffer(self, name: str, wave: int, slot: int, size: int) -> Tensor:
-        return self.workspace.take(f"{name} {slot}", (size,), *self._wire(wave))
+    def _buffer(self, name: str, wave: int, slot: int, nbytes: int) -> Tensor:
+        dtype, device = self._wire(wave)
+        return self.workspace.take(f"{name} {slot}", (nbytes // dtype.itemsize,), dtype, device)
 
-    def _stage(self, wave: int, slot: int, size: int) -> Stage | None:
+    def _stage(self, wave: int, slot: int, nbytes: int) -> Stage | None:
         """The stage of shards in host memory whose exchange buffer is on a device; None for all others."""
         if not self.lane_template(wave).staged:
             return None
-        shards = self._buffer("shards", wave, slot, size)
+        shards = self._buffer("shards", wave, slot, nbytes)
         return self.staging(shards.device).flat(f"shards {slot}", shards)
-
-    def _unrounded_buffer(self, wave: int, size: int) -> Tensor | None:
-        """Where momentum is written in full precision before it is rounded for the wire; None if it need not be."""
-        template = self.lane_template(wave)
-        rounded_in_passing = self.settings.fuses(template.param.device) and template.update_dtype == torch.float32
-        if template.comm_dtype == template.update_dtype or rounded_in_passing:
-            return None
-        return self.workspace.take("unrounded", (size,), template.update_dtype, template.param.device)
 
     def _wave(
         self, k: int, sizes: WaveSizes, owned_batches: Sequence[tuple[MatrixBatch, OrthoBatch]], frees: Sequence[int]
     ) -> Wave:
         # plan/routes.py describes the buffers, and why the scatter may receive into what the gather has sent.
-        routes, slot, params = self.routes[k], k % self.plan.options.in_flight, self.wave_params[k]
+        routes, slot, params, wire = self.routes[k], k % self.plan.options.in_flight, self.wave_params[k], self.lane_wire(k)
         shards, gathered = self._buffer("shards", k, slot, sizes.shards), self._buffer("gathered", k, slot, sizes.gathered)
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else gathered
         stage = self._stage(k, slot, sizes.shards)
         near_weights = shards if stage is None else stage.host  # the same shards, in the memory of the weights
-        unrounded = self._unrounded_buffer(k, sizes.shards)
-        filled = near_weights if unrounded is None else unrounded
-        staying = offsets_of(routes.staying, sizes.staying_offset)
-        gather_out, scatter_in = offsets_of(routes.gather_out), offsets_of(routes.scatter_in)
+        unrounded = unrounded_buffer(self, k, wave_sizes(routes).shards)
+        staying = offsets_of(routes.staying, sizes.staying_offset, lambda piece: wire.nbytes.of(piece).held)  # in bytes
+        gather = Way.of(wire.gather, routes.gather_out, routes.gather_in, staying)
+        scatter = Way.of(wire.scatter, routes.scatter_in, routes.scatter_out, staying)
+        filled, rounding = beside_wire(gather, near_weights, None if rounds_in_passing(self, k) else unrounded, ToInt8)
+        in_int8 = scatter.dtype == torch.int8
+        received, restoring = beside_wire(scatter, near_weights, unrounded if in_int8 else None, FromInt8)
         sent = {transfer.task for transfer in routes.gather_out}
-        unsent = [(transfer, offset) for transfer, offset in scatter_in if transfer.task not in sent]
-        unpack_from = [(offsets_of(routes.gather_in), gathered), (staying, shards)]
-        pack_into = [(offsets_of(routes.scatter_out), results), (staying, shards)]
+        unsent = [(transfer, offset) for transfer, offset in scatter.own if transfer.task not in sent]
         routes_of_rank = partial(self.routes_of_wave, k)
-        relayed = partial(RelayMemory, self.workspace, f"slot {slot}")
+        relayed = partial(RelayMemory, self.workspace, f"slot {slot}", base=wire.base)
         return Wave(
             params=params,
             momentum_views=MomentumViews(
-                self.piece_views([*gather_out, *staying], filled), self.step_params, self.piece_views(unsent, near_weights)
+                self.piece_views(*filled), self.step_params, self.piece_views(unsent, near_weights.view(scatter.dtype))
             ),
-            rounding=NO_COPIES if unrounded is None else CopyPairs([near_weights], [unrounded]),
-            gather=self.prepare_exchange(gathered, shards, gathers(routes_of_rank), relayed("gather")),
-            owned_batches=tuple(_owned_batch(*batch, unpack_from, pack_into) for batch in owned_batches),
-            scatter=self.prepare_exchange(shards, results, scatters(routes_of_rank), relayed("scatter")),
-            update_views=self._update_views(k, [*scatter_in, *staying], near_weights),
+            rounding=rounding,
+            gather=self.prepare_exchange(
+                *gather.of_dtype(gathered, shards), gathers(routes_of_rank), relayed(direction="gather")
+            ),
+            owned_batches=tuple(
+                owned_batch(self, *batch, gather.places(gathered, shards), scatter.places(results, shards), wire)
+                for batch in owned_batches
+            ),
+            scatter=self.prepare_exchange(
+                *scatter.of_dtype(shards, results), scatters(routes_of_rank), relayed(direction="scatter")
+            ),
+            restoring=restoring,
+            update_views=self._update_views(k, *received),
             frees=frees,
             fallible=any(self.step_params[param].fallible for param in params),
             repeated=self.repeated,
@@ -238,30 +241,3 @@ class RankProgramBuilder(ProgramBuilder):
         template, slot = self.lane_template(wave), self.momentum_slot(wave % self.plan.options.in_flight)
         sums = WeightSums(new_table(len(rows), template.param.device), template.work_device) if rows else None
         return UpdateViews(shards, self.step_params, RoundingScratch(self.workspace, "rounding beside"), slot, sums)
-
-
-def _owned_batch(
-    batch: MatrixBatch,
-    ortho_batch: OrthoBatch,
-    unpack_from: Sequence[tuple[PlacedTransfers, Tensor]],
-    pack_into: Sequence[tuple[PlacedTransfers, Tensor]],
-) -> OwnedBatch:
-    """A batch with its copies.
-
-    ``unpack_from`` says where the pieces lie in the buffers when the gather is done, ``pack_into`` where the pieces of the result
-    must go.
-    """
-    position = {matrix.task: k for k, matrix in enumerate(batch)}
-
-    def copies(places: Sequence[tuple[PlacedTransfers, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-        in_batch: list[Tensor] = []
-        in_buffers: list[Tensor] = []
-        for transfers, buffer in places:
-            placed = [PlacedPiece(t.piece, offset, position[t.task]) for t, offset in transfers if t.task in position]
-            of_batch, of_buffer = strided_views(placed, ortho_batch.stacked, buffer)
-            in_batch += of_batch
-            in_buffers += of_buffer
-        return in_batch, in_buffers
-
-    (unpacked, arrived), (packed, leaving) = copies(unpack_from), copies(pack_into)
-    return OwnedBatch(ortho_batch, unpack=CopyPairs(unpacked, arrived), pack=CopyPairs(leaving, packed))

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, WaveRoutes
-from .buffers import RelayMemory
+from .buffers import RelayMemory, offsets_of
 from .build import RankProgram, RankProgramBuilder
 from .executor import Executor
 from .local_batch import LocalBatch
-from .program_builder import MatrixBatch, offsets_of, scatters
+from .program_builder import MatrixBatch, scatters
 from .shards import MomentumViews, ShardView
 from .step_param import RunningStep
 from .wave import CopyPairs, PreparedExchange

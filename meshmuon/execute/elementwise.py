@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..device import copy_to
 from ..errors import KernelError
+from .int8 import Int8View, dequantise, quantise
 from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
 
 Tensors: TypeAlias = "list[Tensor]"
@@ -171,6 +172,18 @@ class Elementwise:
         """Copies each source to its target."""
         torch._foreach_copy_(targets, sources)
 
+    def quantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the numbers of each view, which have one dtype and device, as int8."""
+        scratch = RoundingScratch()
+        for view in views:
+            quantise(view.numbers, view.quanta, view.scales, view.first, scratch=scratch)
+
+    def dequantise(self, views: Sequence[Int8View]) -> None:
+        """Writes the int8 of each view as numbers, which have one dtype and device."""
+        scratch = RoundingScratch()
+        for view in views:
+            dequantise(view.quanta, view.scales, view.numbers, view.first, scratch=scratch)
+
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills tensors with ``value`` where ``mask``, on a device, broadcast and constant along rows, is not 0."""
         mask = mask != 0
@@ -191,7 +204,7 @@ class Elementwise:
 class _Nothing(Elementwise):
     """Leaves everything as it is."""
 
-    accumulate = fill = apply = copy = fill_if = lambda *_, **__: None  # type: ignore[assignment]
+    accumulate = fill = apply = copy = quantise = dequantise = fill_if = lambda *_, **__: None  # type: ignore[assignment]
 
 
 _PLAIN = Elementwise()
@@ -208,9 +221,9 @@ class FusedElementwise(Elementwise):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with self._kernel_errors():
-            from .list_kernels import ListKernels
+            from .int8_kernels import Int8ListKernels
 
-            self._kernels = ListKernels()
+            self._kernels = Int8ListKernels()
 
     def compile(self, work: Callable[[], object]) -> None:
         self._plain, self._kernels.only_compiles = _Nothing(), self._kernel_errors
@@ -272,6 +285,12 @@ class FusedElementwise(Elementwise):
         for fused, (t, s) in _by_dtype(targets, sources):
             (self._kernels if fused else self._plain).copy(t, s)
 
+    def quantise(self, views: Sequence[Int8View]) -> None:
+        (self._kernels if _is_fused(views[0].numbers) else self._plain).quantise(views)
+
+    def dequantise(self, views: Sequence[Int8View]) -> None:
+        (self._kernels if _is_fused(views[0].numbers) else self._plain).dequantise(views)
+
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         for fused, (of_dtype,) in _by_dtype(tensors):
             (self._kernels if fused else self._plain).fill_if(of_dtype, copy_to(mask, of_dtype[0].device), value)
@@ -291,7 +310,7 @@ class FusedElementwise(Elementwise):
         return reduce(torch.logical_or, (copy_to(flag, device) for flag in found))
 
 
-_FUSED = {torch.float32, torch.bfloat16, torch.float16}
+_FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
 
 
 def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:
@@ -301,5 +320,9 @@ def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor
         groups.setdefault(tuple((tensor.dtype, tensor.device) for tensor in tensors), []).append(tensors)
     for members in groups.values():
         place = members[0][0].device
-        fused = place.type == "cuda" and all(tensor.dtype in _FUSED and tensor.device == place for tensor in members[0])
+        fused = all(_is_fused(tensor) and tensor.device == place for tensor in members[0])
         yield fused, [list(of_list) for of_list in zip(*members, strict=True)]
+
+
+def _is_fused(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and tensor.dtype in _FUSED

@@ -40,7 +40,7 @@ _OPERAND = tl.constexpr(1 + DIMS)
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3, torch.int8: 3}
 """Dtypes that the kernels read and write, as they are told to the compiler."""
 
 
@@ -110,7 +110,7 @@ def _pointers(address: tl.tensor, offsets: tl.tensor, kind: tl.constexpr, dense:
     elif kind == 2:
         at = address.to(tl.pointer_type(tl.float16)) + offsets
     elif kind == 3:
-        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans
+        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans, too
     else:
         at = address.to(tl.pointer_type(tl.uint64)) + offsets
     if dense:
@@ -334,11 +334,11 @@ class ListTable:
     """The table of a list of tensors on one device, and how a kernel is launched over it.
 
     ``operands`` has one list per operand; tensors at the same place have the same shape. The last ``broadcast`` ones are read
-    element by element.
+    element by element. With ``by_rows``, a row of a tile is the innermost dim of a tensor, which is at most ``TILE`` long.
     """
 
-    def __init__(self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0) -> None:
-        rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors)]
+    def __init__(self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0, *, by_rows: bool = False) -> None:
+        rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors, by_rows=by_rows)]
         inner = max((row[DIMS - 1] for row in rows), default=1)
         self.tile_cols = min(TILE, triton.next_power_of_2(inner))
         self.tile_rows = TILE // self.tile_cols
@@ -350,7 +350,8 @@ class ListTable:
             self.tiles += across * -(-outer // self.tile_rows)
         self.tensors = len(rows)
         self.width = 2 + DIMS + len(operands) * (1 + DIMS)
-        self.dense = all(_is_dense(row, len(operands) - broadcast) for row in rows)
+        as_bytes = any(tensors[0].dtype == torch.int8 for tensors in operands)  # at any address
+        self.dense = not as_bytes and all(_is_dense(row, len(operands) - broadcast) for row in rows)
         device = operands[0][0].device
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
@@ -373,10 +374,11 @@ class ListTable:
         return empty
 
 
-def _rows(tensors: Sequence[Tensor]) -> list[list[int]]:
+def _rows(tensors: Sequence[Tensor], *, by_rows: bool = False) -> list[list[int]]:
     """Rows of the table for one tensor of each operand: sizes, then address and strides per operand.
 
-    Neighbouring dims are joined if the strides of all operands allow it. A tensor of too many dims takes several rows.
+    Neighbouring dims are joined if the strides of all operands allow it; not the innermost one if ``by_rows``. A tensor of too
+    many dims takes several rows.
     """
     shape = tensors[0].shape
     if not tensors[0].numel():
@@ -385,16 +387,20 @@ def _rows(tensors: Sequence[Tensor]) -> list[list[int]]:
     strides: list[list[int]] = []
     for dim in reversed(range(len(shape))):
         step = [tensor.stride(dim) for tensor in tensors]
-        if shape[dim] == 1:
+        if shape[dim] == 1 and (sizes or not by_rows):
             continue
-        if sizes and all(outer == inner * sizes[0] for outer, inner in zip(step, strides[0], strict=True)):
+        if len(sizes) > by_rows and all(outer == inner * sizes[0] for outer, inner in zip(step, strides[0], strict=True)):
             sizes[0] *= shape[dim]
         else:
             sizes.insert(0, shape[dim])
             strides.insert(0, step)
     if len(sizes) > DIMS:
         split = next(dim for dim in range(len(shape)) if shape[dim] > 1)
-        return [row for parts in zip(*(tensor.unbind(split) for tensor in tensors), strict=True) for row in _rows(parts)]
+        return [
+            row
+            for parts in zip(*(tensor.unbind(split) for tensor in tensors), strict=True)
+            for row in _rows(parts, by_rows=by_rows)
+        ]
     missing = DIMS - len(sizes)
     row = [1] * missing + sizes
     for operand, tensor in enumerate(tensors):
@@ -420,9 +426,9 @@ class ListKernels:
         # If set, kernels are launched over tables without elements, inside of this context.
         self.only_compiles: Callable[[], AbstractContextManager[None]] | None = None
 
-    def _table(self, *operands: Sequence[Tensor], broadcast: int = 0) -> ListTable:
-        key = len(operands), broadcast, *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
-        table = self._tables.pop(key, None) or ListTable(operands, broadcast)
+    def _table(self, *operands: Sequence[Tensor], broadcast: int = 0, by_rows: bool = False) -> ListTable:
+        key = len(operands), broadcast, by_rows, *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
+        table = self._tables.pop(key, None) or ListTable(operands, broadcast, by_rows=by_rows)
         self._tables[key] = table  # the last one used is the last one in the dict
         if len(self._tables) > self.MOST_TABLES:
             del self._tables[next(iter(self._tables))]

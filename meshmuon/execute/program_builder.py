@@ -26,16 +26,15 @@ from ..plan import (
 )
 from ..torch_compat import local_part
 from ..transport import Exchange
-from .buffers import RelayMemory, Staging
+from .buffers import PlacedTransfers, RelayMemory, Staging
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
 from .settings import ExecutorSettings
 from .shards import ShardView
 from .step_param import MatrixKey, StepParam
 from .views import LocalWindow
 from .wave import CopyPairs, Hop, PreparedExchange
+from .wire import LaneWire, size_on_wire
 
-PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
-"""Transfers with the offsets of their pieces in a buffer."""
 ListsOfRank: TypeAlias = "Callable[[int], tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]]"
 """From a rank to what arrives there in an exchange and what leaves it."""
 
@@ -120,8 +119,16 @@ class ProgramBuilder:
 
     def lane_template(self, wave: int) -> StepParam:
         """The first parameter of a wave's lane: it has the device and the dtypes of all of them."""
+        return self.step_params[self._first_of_lane(wave)]
+
+    def lane_wire(self, wave: int) -> LaneWire:
+        """How the matrices of a wave travel."""
+        first = self._first_of_lane(wave)
+        return LaneWire.of(self.plan.params[first], self.step_params[first])
+
+    def _first_of_lane(self, wave: int) -> int:
         lane = self.plan.wave_lanes[wave]
-        return next(self.step_params[k] for k, planned in enumerate(self.plan.params) if planned.lane == lane)
+        return next(k for k, planned in enumerate(self.plan.params) if planned.lane == lane)
 
     def ortho_batch(self, batch: MatrixBatch, memory: str = MATRICES) -> OrthoBatch:
         """A batch with its tensors; the workspace must have been reserved."""
@@ -186,12 +193,12 @@ class ProgramBuilder:
         Args:
             received: the buffer that it receives into.
             sent: the buffer that it sends.
-            lists: what arrives at a rank, and what leaves it. Of a transfer only the size and the other rank are read, not its
+            lists: what arrives at a rank, and what leaves it. Of a transfer only the piece and the other rank are read, not its
                 direction. Ranks of other nodes are not asked for, and others than this one only if the plan needs relays.
             memory: where relayed pieces are on their way.
         """
         assert self.exchange is not None
-        inward, outward = (_elements_by_peer(self.rank, transfers) for transfers in lists(self.rank))
+        inward, outward = (_sizes_by_peer(self.rank, transfers, sent.dtype) for transfers in lists(self.rank))
         received, sent = received[: sum(inward.values())], sent[: sum(outward.values())]
         if self.plan.options.max_peers is not None and self.plan.options.nodes is not None:
             return self._relayed(self.plan.options.nodes, received, sent, lists, memory)
@@ -202,7 +209,7 @@ class ProgramBuilder:
         exchange, leaving, arriving = self.exchange, dict[Parcel, int](), dict[Parcel, int]()  # elements by parcel
         assert exchange is not None
         for mate in nodes.ranks[nodes.node_of(self.rank)]:
-            to_mate, from_mate = (_elements_by_peer(mate, transfers) for transfers in lists(mate))
+            to_mate, from_mate = (_sizes_by_peer(mate, transfers, sent.dtype) for transfers in lists(mate))
             arriving |= {(peer, mate): size for peer, size in to_mate.items()}
             leaving |= {(mate, peer): size for peer, size in from_mate.items()}
         sizes = {**leaving, **arriving}
@@ -250,21 +257,12 @@ def batch_size(batch: MatrixBatch) -> int:
     return sum(matrix_range.stop - matrix_range.start for matrix_range in batch)
 
 
-def _elements_by_peer(rank: int, transfers: Sequence[PieceTransfer]) -> dict[int, int]:
-    elements: dict[int, int] = {}
+def _sizes_by_peer(rank: int, transfers: Sequence[PieceTransfer], dtype: torch.dtype) -> dict[int, int]:
+    sizes: dict[int, int] = {}
     for transfer in transfers:
         peer = transfer.source if transfer.target == rank else transfer.target
-        elements[peer] = elements.get(peer, 0) + transfer.piece.size
-    return elements
-
-
-def offsets_of(transfers: Sequence[PieceTransfer], start: int = 0) -> PlacedTransfers:
-    """Each transfer with the offset of its piece in a flat buffer, where pieces lie one after the other from ``start`` on."""
-    placed = []
-    for transfer in transfers:
-        placed.append((transfer, start))
-        start += transfer.piece.size
-    return placed
+        sizes[peer] = sizes.get(peer, 0) + size_on_wire(transfer.piece, dtype)
+    return sizes
 
 
 def rule_state_param(planned: PlannedParam, step_param: StepParam, memory: int) -> PlannedParam:

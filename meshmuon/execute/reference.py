@@ -21,6 +21,7 @@ from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, fill_with_momentum
 from .executor import StepExecutor
+from .int8 import round_to_int8
 from .ortho_batch import BatchMemory, OrthoBatch
 from .rounding import Elements
 from .shards import ShardView, grouped, store_rule_state
@@ -87,9 +88,13 @@ class ReferenceExecutor(StepExecutor):
             batch.stacked.copy_(_window(full, matrix_set).reshape(batch.stacked.shape))
             for of_batch, numbers in zip(batch.rule_state, memories, strict=True):
                 of_batch.copy_(_window(numbers, matrix_set, rule_state=True).reshape(of_batch.shape))
+            if first.comm_dtype.gather == torch.int8:
+                round_to_int8(batch.stacked)
         if any(batch.stacked.numel() and not batch.orthogonalise(step) for _, batch in batches):
             raise step.failures.pop()
         for matrix_set, batch in batches:
+            if first.comm_dtype.scatter == torch.int8:
+                round_to_int8(batch.stacked)
             part = _window(full, matrix_set)
             part.copy_(batch.stacked.reshape(part.shape))
             for of_batch, numbers in zip(batch.rule_state, memories, strict=True):

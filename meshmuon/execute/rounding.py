@@ -114,9 +114,12 @@ class RoundingScratch:
         return [part.view(tensor.shape) for part, tensor in zip(torch.split(flat, sizes), tensors, strict=True)]
 
 
-def chunks_of(shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, ...]]:
-    """Cuts a tensor of ``shape`` into chunks that a step forms at a time: indices, ``()`` for the whole tensor."""
-    return _cuts_within(tuple(shape), _chunk_size(device))
+def chunks_of(shape: Sequence[int], device: torch.device, unit: int = 1) -> Iterator[tuple[slice, ...]]:
+    """Cuts a tensor of ``shape`` into chunks that a step forms at a time: indices, ``()`` for the whole tensor.
+
+    Each entry of the tensor stands for ``unit`` elements.
+    """
+    return _cuts_within(tuple(shape), max(1, _chunk_size(device) // unit))
 
 
 def _cuts_within(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
@@ -197,15 +200,20 @@ def round_stochastically(numbers: Tensor, words: RandomWords, scratch: RoundingS
     A bfloat16 number is the upper half of a float32 number. A random number of 16 bits is added to the lower half, and the lower
     half is cleared. What is a bfloat16 number already, and what is not finite, stays.
     """
-    shape, device = numbers.shape, numbers.device
+    is_nan = torch.ne(numbers, numbers, out=scratch.take("flags", numbers.shape, torch.bool, numbers.device))
+    numbers.view(torch.int32).add_(noise_from(words, numbers.shape, scratch)).bitwise_and_(-(1 << 16))
+    numbers.masked_fill_(is_nan, math.nan)  # adding to the bits of a NaN may give any number
+
+
+def noise_from(words: RandomWords, shape: Sequence[int], scratch: RoundingScratch) -> Tensor:
+    """16 random bits for each element of a tensor of ``shape``, as int32, in ``scratch``."""
+    device = words.rows.device
     noise, shifted = (scratch.take(name, shape, torch.int32, device) for name in ("noise", "shifted"))
     torch.bitwise_xor(words.rows, words.cols, out=noise)
     noise.mul_(_SPREAD_1)
     noise.bitwise_xor_(_shift_right(noise, 15, 0x1FFFF, shifted))
     noise.mul_(_SPREAD_2)
-    is_nan = torch.ne(numbers, numbers, out=scratch.take("flags", shape, torch.bool, device))
-    numbers.view(torch.int32).add_(_shift_right(noise, 16, 0xFFFF, shifted)).bitwise_and_(-(1 << 16))
-    numbers.masked_fill_(is_nan, math.nan)  # adding to the bits of a NaN may give any number
+    return _shift_right(noise, 16, 0xFFFF, shifted)
 
 
 def advance_counters(counters: Iterable[Tensor | None], skip_mask: Tensor | None) -> None:

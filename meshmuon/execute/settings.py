@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -12,6 +13,27 @@ from ..errors import ConfigError
 from ..ortho import FORMS
 from ..ortho.kernels.products import Products, check_kernels, products_for
 from ..ortho.kernels.tilings import tuner_for
+
+CommDtypeLike: TypeAlias = "torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None"
+"""``comm_dtype`` as users write it; None is the default."""
+
+
+class CommDtype(NamedTuple):
+    """Dtypes on the wire."""
+
+    gather: torch.dtype  # of what goes to the owners
+    scatter: torch.dtype  # of what comes back
+
+    @classmethod
+    def of(cls, given: CommDtypeLike, default: torch.dtype) -> CommDtype:
+        gather, scatter = given if isinstance(given, (tuple, list)) else (given, given)
+        return cls(gather or default, scatter or default)
+
+    def __str__(self) -> str:
+        return str(self.gather) if self.gather == self.scatter else f"({self.gather}, {self.scatter})"
+
+
+FULL_PRECISION = CommDtype(torch.float32, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

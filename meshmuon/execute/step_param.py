@@ -19,6 +19,7 @@ from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange
 from .elementwise import Elementwise
 from .rounding import Elements
+from .settings import FULL_PRECISION, CommDtype
 from .settings import ExecutorSettings as ExecutorSettings  # where pickled optimizers look for it
 from .update_rule import UpdateRule, may_fail, rule_memories
 from .views import Cut
@@ -50,7 +51,7 @@ class StepParam:
     scheme: Scheme | Orthogonalizer  # how they are orthogonalised
     compute_dtype: torch.dtype  # dtype of the products
     settings: StepSettings  # the options of its param group
-    comm_dtype: torch.dtype = torch.float32  # dtype on the wire
+    comm_dtype: CommDtype = FULL_PRECISION  # dtypes on the wire
     work_device: torch.device = HOST  # where its matrices travel and are orthogonalised: that of ``device.work_device``
     group_index: int = 0  # index of its param group; parameters of one param group share ``settings``
     zeros: Tensor | None = None  # stands in for a gradient that only other ranks have

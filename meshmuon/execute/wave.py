@@ -2,8 +2,7 @@
 
 ``Wave.run`` is the whole way in reading order. It is a generator that yields twice, after each of its two exchanges has started,
 so that other waves can work meanwhile; once more if it sends its results in a turn of their own, and if rules ask for sums over
-weights. A matrix that is whole on its
-rank needs no exchange: ``local_batch.py``.
+weights. A matrix that is whole on its rank needs no exchange: ``local_batch.py``.
 """
 
 from __future__ import annotations
@@ -43,11 +42,12 @@ class Wave:
 
     params: frozenset[int]  # the parts whose matrices travel in it, between any ranks
     momentum_views: MomentumViews  # where what this rank sends is written, before it is rounded for the wire
-    rounding: CopyPairs  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
+    rounding: Copies  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
     gather: PreparedExchange  # the exchange of pieces, to their owners
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
     scatter: PreparedExchange  # the exchange of updates, back to the holders of the pieces
-    update_views: UpdateViews  # where each piece of the update is in the buffer that is received
+    restoring: Copies  # from the buffer that is received to numbers; empty unless it is int8
+    update_views: UpdateViews  # where each piece of the update then is
     frees: Sequence[int]  # the parts whose gradients it is the last to read
     fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
     repeated: frozenset[MatrixKey]  # matrices of the plan that several ranks compute, for different holders
@@ -91,10 +91,14 @@ class Wave:
                 if self.stage is not None and not step.only_compiles:
                     self.stage.to_host()
                 failed = self._failed_anywhere(step) if self.fallible else NONE_FAILED
-            asks = self.update_views.add_products(step)
+            with observer.phase("update"):
+                self.restoring.run(step)
+                asks = self.update_views.add_products(step)
         if asks:
             yield
         with streams.on_side_stream(step.ready), observer.phase("update"):
+            if asks:
+                self.restoring.run(step)  # again: waves share the buffer of restored numbers
             restore(fallible_momenta, failed)
             self.update_views.apply(step, failed, old_momenta)
 
@@ -126,18 +130,26 @@ class OwnedBatch:
     """A batch of matrices that this rank owns."""
 
     ortho_batch: OrthoBatch  # where they are orthogonalised
-    unpack: CopyPairs  # from the pieces in the exchange buffers to ``ortho_batch``
-    pack: CopyPairs  # from ``ortho_batch`` to the pieces in the exchange buffers
+    unpack: Sequence[Copies]  # from the pieces in the exchange buffers to ``ortho_batch``
+    pack: Sequence[Copies]  # from ``ortho_batch`` to the pieces in the exchange buffers
 
     def run(self, step: RunningStep) -> None:
         """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
         if self.ortho_batch.is_idle(step.idle):
             return
         with step.observer.phase("gather"):
-            self.unpack.run(step)
+            for copies in self.unpack:
+                copies.run(step)
         if self.ortho_batch.orthogonalise(step):
             with step.observer.phase("scatter"):
-                self.pack.run(step)
+                for copies in self.pack:
+                    copies.run(step)
+
+
+class Copies(Protocol):
+    """Elements that move between views, made once: as they are, or into int8 and out of it (``wire.py``)."""
+
+    def run(self, step: RunningStep) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

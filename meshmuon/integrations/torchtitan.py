@@ -100,7 +100,7 @@ def muon(lr: float = 1e-3, weight_decay: float = 0.1, **options: Any) -> MuonCon
     """The ``optimizer`` of a torchtitan config, with the default param groups of the model.
 
     Args:
-        lr: learning rate; with the default rule, one that is tuned for AdamW carries over.
+        lr: learning rate; with the default rule, begin with AdamW's, and with four times as much for a small model.
         weight_decay: decoupled weight decay of all parameters.
         options: further options of ``Muon``, such as ``expert_keys`` or ``momentum``.
 

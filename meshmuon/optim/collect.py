@@ -13,6 +13,7 @@ from torch import Tensor
 from ..agree.state_presence import has_all_state
 from ..device import known_to_host
 from ..errors import ConfigError, GradientError, KeptError
+from ..execute import CommDtypeLike
 from ..params.dtensors import check_cuts, check_gradient_placement, check_memory
 from ..params.groups import check_norm, check_options, check_overflow, check_rounding, largest_number
 from ..params.option_table import ParamGroup
@@ -39,7 +40,7 @@ class Collector:
         without_state: those of them that had a gradient at the last check.
     """
 
-    def __init__(self, comm_dtype: torch.dtype | None, *, in_own_dtype: bool = False) -> None:
+    def __init__(self, comm_dtype: CommDtypeLike, *, in_own_dtype: bool = False) -> None:
         self.records: tuple[ParamRecord, ...] = ()
         self.gpu: torch.device | None = None
         self.has_grad: tuple[bool, ...] = ()

@@ -173,6 +173,18 @@ def check_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
         )
 
 
+def check_comm_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
+    """A dtype for the wire, or two: to the owners, and back."""
+    given = options[name]
+    for dtype in given if isinstance(given, (tuple, list)) and len(given) == 2 else (given,):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in (*FLOAT_DTYPES, torch.int8)):
+            names = ", ".join(map(str, (*FLOAT_DTYPES, torch.int8)))
+            raise ConfigError(
+                f"{where}: {name}={shown(given)} must be a dtype for the wire, which are {names}, a pair of them (to the owners, "
+                "and back), or None."
+            )
+
+
 def check_lr(options: Mapping[str, Any], name: str, where: str) -> None:
     """A number of at least 0, or a tensor of one element, which may be on a device."""
     lr = options[name]

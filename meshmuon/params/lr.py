@@ -18,7 +18,7 @@ AdjustLR: TypeAlias = LRRule | Callable[[int, int], float]
 """Name of a rule, or a function of the global (rows, cols) of a matrix."""
 
 _RULES: dict[LRRule, Callable[[int, int], float]] = {
-    # Update RMS 0.2, as of a typical AdamW update: AdamW's lr and weight decay carry over (Moonlight, arXiv:2502.16982).
+    # Update RMS 0.2, as of AdamW in long training (Moonlight, arXiv:2502.16982).
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
     # The rule of Keller Jordan's Muon and of nanochat.
     "original": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),

@@ -37,6 +37,7 @@ from .checks import (
     Check,
     check_backend,
     check_betas,
+    check_comm_dtype,
     check_dtype,
     check_eps,
     check_flag,
@@ -264,8 +265,9 @@ _ENGINE = (
     Option("compute_dtype", None, _MUON, check_dtype, _PLAN).with_help(
         "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters."
     ),
-    Option("comm_dtype", None, _WHOLE, check_dtype, _PLAN).with_help(
-        "Dtype on the wire; by default bfloat16 between GPUs, float32 elsewhere, float64 for float64 parameters."
+    Option("comm_dtype", None, _WHOLE, check_comm_dtype, _PLAN).with_help(
+        "Dtype on the wire, or a pair: to the owners, and back. By default bfloat16 between GPUs, float32 elsewhere, float64 for "
+        "float64 parameters. ``torch.int8`` rounds in blocks of 128 elements; see docs/distributed.md."
     ),
     Option("replica_group", None, _WHOLE, of_value(check_replica_group), _PLAN).with_help(
         "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device import work_device
-from ..execute import UpdateRule
+from ..execute import CommDtype, CommDtypeLike, UpdateRule
 from ..layout import Mesh
 from ..matrices import MatrixOptions, MatrixSet, find_matrices
 from ..ortho import Orthogonalizer, Scheme, default_compute_dtype, resolve_scheme, scheme_for
@@ -91,7 +91,7 @@ class ParamRecord:
     scheme: Scheme | Orthogonalizer | None
     rules: tuple[UpdateRule, ...]  # in the order in which they are applied; none for plain Muon
     compute_dtype: torch.dtype  # of the products
-    comm_dtype: torch.dtype  # on the wire
+    comm_dtype: CommDtype  # on the wire
     update_dtype: torch.dtype  # in which the update is formed
 
     @classmethod
@@ -102,7 +102,7 @@ class ParamRecord:
         group_index: int,
         group: ParamGroup,
         recipe: GroupRecipe,
-        comm_dtype: torch.dtype | None = None,
+        comm_dtype: CommDtypeLike = None,
         place: ParamLocation | None = None,
     ) -> ParamRecord:
         """The record of a parameter. Raises ConfigError if the recipe does not fit it.
@@ -119,8 +119,8 @@ class ParamRecord:
             assert recipe.scheme is not None
             scheme_for(recipe.scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break
         between_gpus = place.work_device.type == "cuda" and update_dtype != torch.float64
-        comm_dtype = comm_dtype or (torch.bfloat16 if between_gpus else update_dtype)
-        how = recipe.scheme, recipe.rules, compute_dtype, comm_dtype, update_dtype
+        on_wire = CommDtype.of(comm_dtype, torch.bfloat16 if between_gpus else update_dtype)
+        how = recipe.scheme, recipe.rules, compute_dtype, on_wire, update_dtype
         return cls(name, group_index, group, param, shape, *place, matrix_sets, *how)
 
 

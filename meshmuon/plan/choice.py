@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
+from typing import NamedTuple
 
 from .calibration import Calibration
 from .owners import heavy_tasks
-from .plan import Plan, checked, exchange_in_waves, make_plan, own_matrices
+from .plan import OwnedMatrices, Plan, checked, exchange_in_waves, make_plan, own_matrices
 from .plan_data import PlanData
 from .prediction import step_timeline
 from .tasks import PlannedParam, PlanOptions
@@ -21,6 +21,7 @@ _MOST_IN_FLIGHT = 16
 _MANY_PEERS = 256  # with which relays may be faster
 _FEW = 8  # ranks for each that may have a matrix in the wave that scatters last
 _WORTH_ALL_MEMORY = 0.02  # of a step: what the exchange buffers must gain if they take as much as they may
+_WORTH_A_START = 1.5  # times the seconds of the best plan so far: what is slower does not catch up by its waves
 _FASTER = 0.995  # of the seconds so far: what gains less is no reason for another plan
 
 
@@ -42,14 +43,22 @@ def choose_plan(
     """
     if options.chunk_size > 0:  # which decides alone
         return make_plan(params, options)
-    search = _Search(params, options, partial(step_timeline, rates=rates, averages=averages), most_buffer_bytes)
-    if len(search.plan.ranks) > 1:
-        search.run()
-    return checked(search.plan)
+    predict = partial(step_timeline, rates=rates, averages=averages)
+    return checked(_Search(params, options, predict, most_buffer_bytes).best())
+
+
+class _Candidate(NamedTuple):
+    """A plan, and what it was made from."""
+
+    owned: OwnedMatrices
+    shared: frozenset[int]  # parameters of which replicas share an owner, of those for which that is open
+    options: PlanOptions
+    plan: PlanData
+    score: tuple[int, float]  # bytes above the limit, then seconds
 
 
 class _Search:
-    """The best plan so far, and what it was made from."""
+    """The plan from which the search goes on, and all that were made."""
 
     def __init__(
         self,
@@ -59,29 +68,43 @@ class _Search:
         most_buffer_bytes: int | None,
     ) -> None:
         self._predict, self._most_buffer_bytes = predict, most_buffer_bytes
-        self._owned, self._options = own_matrices(params, options), options
-        self.plan = exchange_in_waves(self._owned, options)
-        self._score = self._score_of(self.plan)
-        self._left = min(_MOST_COMPARED, _MOST_TASKS_COMPARED // (1 + len(self.plan.tasks) + len(self.plan.ranks)))
+        self._open = [  # parameters for which it is open whether replicas share an owner
+            k
+            for k, param in enumerate(params if options.replicas == "auto" else ())
+            if param.share is None and any(matrix.replicas > 1 for matrix in param.sharded_matrices(param.layouts[0])[:1])
+        ]
+        self._made: dict[Hashable, _Candidate] = {}
+        owned = own_matrices(params, options)
+        shared = {task.param for task in owned.travelling if task.sharded.replicas > 1}
+        self._now = self._make(owned, shared.intersection(self._open), options)
+        self._left = min(_MOST_COMPARED, _MOST_TASKS_COMPARED // (1 + len(self._now.plan.tasks) + len(self._now.plan.ranks)))
 
-    def run(self) -> None:
+    def best(self) -> PlanData:
         """Goes over all that is open until nothing gains any more, or as many plans were compared as the model's size allows."""
-        if self.plan.relayed:
+        if len(self._now.plan.ranks) < 2:
+            return self._now.plan
+        if self._now.plan.relayed:
             self._try(max_peers=None)
         if self._left < _MOST_COMPARED:  # of few plans, this gains most
             self._try_heavy()
         if self._most_buffer_bytes is not None:  # all memory, before it is decided what travels
-            self._try(in_flight=self._most_in_flight(self._options.budget))
-        self._try_replicas()
-        before = None
-        while before != self._score:
-            before = self._score
-            self._try_memory()
-            self._try_waves()
-            if before == self._score:
-                self._try_heavy()
-        if self._options.max_peers is not None and not self.plan.relayed and self.plan.most_peers > _MANY_PEERS:
+            self._try(in_flight=self._most_in_flight(self._now.options.budget))
+        starts = self._try_replicas()
+        ends = [self._try_exchanges()]
+        for start in starts:  # with other waves they may be faster
+            if start.score < (start.score[0], _WORTH_A_START * ends[0].score[1]):
+                self._now = start
+                ends.append(self._try_exchanges())
+        self._now = min(ends, key=lambda end: end.score)
+        if self._now.options.max_peers is not None and not self._now.plan.relayed and self._now.plan.most_peers > _MANY_PEERS:
             self._try(max_peers=_MANY_PEERS)
+        return self._now.plan
+
+    def _make(self, owned: OwnedMatrices, shared: Iterable[int], options: PlanOptions) -> _Candidate:
+        plan = exchange_in_waves(owned, options)
+        candidate = _Candidate(owned, frozenset(shared), options, plan, self._score_of(plan))
+        self._made[candidate.shared, options] = candidate
+        return candidate
 
     def _score_of(self, plan: PlanData) -> tuple[int, float]:
         """Bytes above the limit, then seconds; all of the memory that is allowed counts as much as 2 % of them."""
@@ -91,55 +114,66 @@ class _Search:
         needed = max(plan.buffers(plan.options.in_flight).values(), default=0)
         return max(0, needed - self._most_buffer_bytes), seconds * (1 + _WORTH_ALL_MEMORY * needed / self._most_buffer_bytes)
 
-    def _try(self, share: Mapping[int, bool] | None = None, **changes: int | str | None) -> tuple[float, float]:
-        """The score of a plan with some options changed, or with other matrices shared by replicas. The best plan is kept."""
-        if self._left < 1:
-            return math.inf, math.inf
-        self._left -= 1
-        owned, options = self._owned, replace(self._options, **changes)  # type: ignore[arg-type]
-        if share is not None or options.heavy != self._options.heavy:
-            params = [replace(param, share=(share or {}).get(k, param.share)) for k, param in enumerate(owned.params)]
-            owned = own_matrices(params, options)
-        plan = exchange_in_waves(owned, options)
-        score = self._score_of(plan)
-        if score < (self._score[0], _FASTER * self._score[1]):
-            self._owned, self._options, self.plan, self._score = owned, options, plan, score
-        return score
+    def _try(self, shared: frozenset[int] | None = None, **changes: int | str | None) -> _Candidate | None:
+        """The plan with some options changed, or with other matrices shared by replicas; None if no more may be made.
 
-    def _try_replicas(self) -> None:
-        """All replicas share one owner, or each computes for itself; from both, one kind of matrix after the other is changed."""
+        The search goes on from it if it is faster.
+        """
+        owned, options = self._now.owned, replace(self._now.options, **changes)  # type: ignore[arg-type]
+        key = self._now.shared if shared is None else shared, options
+        if key in self._made or self._left < 1:
+            return self._made.get(key)
+        self._left -= 1
+        if shared is not None:
+            params = list(owned.params)
+            for k in self._open:
+                params[k] = replace(params[k], share=k in shared)
+            owned = own_matrices(params, options)
+        elif options.heavy != self._now.options.heavy:
+            owned = own_matrices(owned.params, options)
+        candidate = self._make(owned, key[0], options)
+        if candidate.score < (self._now.score[0], _FASTER * self._now.score[1]):
+            self._now = candidate
+        return candidate
+
+    def _try_replicas(self) -> list[_Candidate]:
+        """All replicas share one owner, or each computes for itself; from both, one kind of matrix after the other is changed.
+
+        Returns the plans of these two, the faster one first.
+        """
         kinds: dict[object, list[int]] = {}
         for k in self._open:
-            param = self._owned.params[k]
+            param = self._now.owned.params[k]
             kinds.setdefault((param.flops, param.layouts[0].shape, param.layouts[0].placements), []).append(k)
-        heaviest_first = sorted(kinds.values(), key=lambda members: -len(members) * self._owned.params[members[0]].flops)
-        starts = [dict.fromkeys(self._open, share) for share in (True, False)] if kinds else []
-        shared = {task.param for task in self._owned.travelling if task.sharded.replicas > 1}
-        now = {k: k in shared for k in self._open}
-        scores = [self._score if start == now else self._try(start) for start in starts]
-        for score, pattern in sorted(zip(scores, starts, strict=True), key=lambda pair: pair[0]):
+        heaviest_first = sorted(kinds.values(), key=lambda members: -len(members) * self._now.owned.params[members[0]].flops)
+        both = [self._try(frozenset(shared)) for shared in ((self._open, ()) if kinds else ())]
+        starts = sorted((start for start in both if start is not None), key=lambda start: start.score)
+        for best in starts:
             for members in 2 * heaviest_first if len(kinds) > 1 else ():
-                changed = pattern | dict.fromkeys(members, not pattern[members[0]])
-                if (other := self._try(changed)) < score:
-                    score, pattern = other, changed
+                other = self._try(best.shared.symmetric_difference(members))
+                if other is not None and other.score < best.score:
+                    best = other
+        return starts
 
-    @cached_property
-    def _open(self) -> list[int]:
-        """The parameters for which it is open whether replicas share an owner."""
-        return [
-            k
-            for k, param in enumerate(self._owned.params if self._options.replicas == "auto" else ())
-            if param.share is None and any(matrix.replicas > 1 for matrix in param.sharded_matrices(param.layouts[0])[:1])
-        ]
+    def _try_exchanges(self) -> _Candidate:
+        """Memory and waves, then when heavy matrices have their turn; again until nothing gains."""
+        before = None
+        while before is not self._now:
+            before = self._now
+            self._try_memory()
+            self._try_waves()
+            if before is self._now:
+                self._try_heavy()
+        return self._now
 
     def _try_heavy(self) -> None:
         """Few matrices that take a rank most of a step are best aside; otherwise expensive ones may have to come first."""
-        heavy = heavy_tasks(self._owned.travelling, len(self.plan.ranks))
-        few = 0 < len(heavy) <= len(self.plan.ranks) // _FEW
-        self._try(heavy=None if self._options.heavy else "aside" if few else "first")
+        ranks = len(self._now.plan.ranks)
+        few = 0 < len(heavy_tasks(self._now.owned.travelling, ranks)) <= ranks // _FEW
+        self._try(heavy=None if self._now.options.heavy else "aside" if few else "first")
 
     def _try_memory(self) -> None:
-        budget, in_flight = self._options.budget, self._options.in_flight
+        budget, in_flight = self._now.options.budget, self._now.options.in_flight
         self._try(in_flight=(in_flight + 1) // 2)
         if self._most_buffer_bytes is not None:
             for other in (2 * budget, budget // 2):
@@ -150,7 +184,7 @@ class _Search:
         return max(2, min(_MOST_IN_FLIGHT, (self._most_buffer_bytes or 0) // (2 * budget)))
 
     def _try_waves(self) -> None:
-        count = len(self.plan.wave_lanes)
+        count = len(self._now.plan.wave_lanes)
         for waves in (3 * count // 2, 2 * count, count // 2):
             if waves:
                 self._try(waves=waves)

@@ -60,7 +60,7 @@ class CostModel:
             return self.between_flops_per_exchange
         return self.flops_per_exchange
 
-    def owning(self, flops: int, sharded: ShardedMatrix, itemsize: int, crossings: Crossings | None = None) -> float:
+    def owning(self, flops: int, sharded: ShardedMatrix, itemsize: float, crossings: Crossings | None = None) -> float:
         """Cost for the rank that owns a matrix: computing it, receiving it and sending it back.
 
         ``crossings`` counts what travels between nodes; None on one node. The owner is taken to be one that needs the fewest.
@@ -73,7 +73,7 @@ class CostModel:
         inside_price, between_price = self.flops_per_byte * itemsize, self.per_byte_between * itemsize
         return cost + (between_price - inside_price) * min(between, moved) + between_price * max(0, between - moved)
 
-    def sharing_pays(self, flops: int, sharded: ShardedMatrix, itemsize: int, crossings: Crossings | None = None) -> bool:
+    def sharing_pays(self, flops: int, sharded: ShardedMatrix, itemsize: float, crossings: Crossings | None = None) -> bool:
         """Whether one replica should compute for all, by FLOPs and bytes summed over the ranks.
 
         For each additional replica, sharing saves one orthogonalisation and one gather and scatter inside the replica; it costs

@@ -26,10 +26,9 @@ WavePeers: TypeAlias = list[tuple[ExchangePeers, ExchangePeers]]
 def count_peers(plan: PlanData) -> WavePeers:
     """All exchanges; through relays a rank has at most the peers that relaying leaves it."""
     exchanges: WavePeers = []
-    for wave, itemsizes in enumerate(plan.wave_owners.itemsizes):
+    for wave in range(len(plan.wave_lanes)):
         scatter = _exchange(plan, wave, gather=False)
-        replicated = any(plan.wave_owners.matrices[number].replicas > 1 for number in itemsizes)
-        exchanges.append((_exchange(plan, wave, gather=True) if replicated else scatter, scatter))
+        exchanges.append((scatter if plan.wave_owners.mirrored(wave) else _exchange(plan, wave, gather=True), scatter))
     return exchanges
 
 
@@ -54,24 +53,25 @@ def _largest_message(plan: PlanData, wave: int, *, gather: bool) -> int:
     """Bytes of all pieces that one rank and one owner exchange."""
     owners = plan.wave_owners
     kinds, matrices, largest = owners.kinds, owners.matrices, 0
-    of_owner: dict[int, dict[int, int]] = {}  # owner → number of a matrix → bytes per element
-    for number, itemsizes in owners.itemsizes[wave].items():
-        for owner, itemsize in itemsizes.items():
-            of_owner.setdefault(owner, {})[number] = itemsize
-    most = {number: max(matrices[number].sizes) for number in owners.itemsizes[wave]}
+    way = 0 if gather else 1  # in ``PieceBytes``
+    of_owner: dict[int, dict[int, int]] = {}  # owner → number of a matrix → how many such it has
+    for number, owned_by in owners.owned[wave].items():
+        for owner, count in owned_by.items():
+            of_owner.setdefault(owner, {})[number] = count
+    most = {number: max(one[way] for one in kinds.nbytes[number]) for number in owners.owned[wave]}
     pieces: dict[int, list[tuple[int, HeldPiece]]] = {}  # number of a matrix → kinds of ranks that hold a piece of it
     for kind, held in enumerate(kinds.held):
         for piece in held:
             pieces.setdefault(piece.matrix, []).append((kind, piece))
     for owner, owned in of_owner.items():
-        if sum(itemsize * most[number] for number, itemsize in owned.items()) <= largest:
+        if sum(count * most[number] for number, count in owned.items()) <= largest:
             continue
         sizes: dict[int, int] = {}  # kind → bytes
-        for number, itemsize in owned.items():
+        for number, count in owned.items():
             replica = matrices[number].holdings[owner][1]
             for kind, piece in pieces[number]:
                 if not gather or piece.replica == replica:
-                    sizes[kind] = sizes.get(kind, 0) + piece.elements * itemsize
+                    sizes[kind] = sizes.get(kind, 0) + piece.nbytes[way] * count
         if kinds.members[kinds.kind_of[owner]] == 1:  # what the owner keeps is no message
             sizes.pop(kinds.kind_of[owner], None)
         largest = max(largest, *sizes.values(), 0)

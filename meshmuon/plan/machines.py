@@ -19,7 +19,7 @@ _LARGEST = 1e18  # number that a machine may have
 _ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
 _SHORTEST = 1e-12  # seconds: a calibration has no zeros
 _MAY_BE_ZERO = ("seconds_per_peer", "connection_bytes", "host_seconds_per_matrix", "host_seconds_per_step")
-_OPTIONAL = ("host_seconds_per_launch", "slower_beside_exchange")
+_OPTIONAL = ("host_seconds_per_launch", "slower_beside_exchange", "seconds_to_compile")
 _NUMBERS = ("ranks_per_node", "memory_bytes", "memory_bytes_per_second", *_MAY_BE_ZERO)
 
 
@@ -45,10 +45,11 @@ class Machine:
     host_seconds_per_launch: float | None = None  # host time to issue a kernel; None if unknown
     efficiency_alone: tuple[tuple[int, float], ...] = ()  # as ``efficiency``, of a single matrix; empty if it is the same
     slower_beside_exchange: float = 0.0  # slowdown of products while the links are busy, as a share
+    seconds_to_compile: float | None = None  # what a first step takes longer, published by others; None if unknown
     calibration: Calibration | None = field(default=None, repr=False)  # measured rates that replace those above in predictions
 
     def rates_for(
-        self, compute_dtype: str = "", *, several_nodes: bool = True, weight: int = 4, momentum: int = 4, wire: int = 2
+        self, compute_dtype: str = "", *, several_nodes: bool = True, weight: int = 4, momentum: int = 4, wire: float = 2
     ) -> Calibration:
         """The rates of a job: measured ones, completed from the file of the machine, or the file's alone.
 
@@ -156,6 +157,7 @@ class Machine:
             inside=LinkRate(**content["inside"]),
             between=LinkRate(**content["between"]),
             host_seconds_per_launch=content.get("host_seconds_per_launch"),
+            seconds_to_compile=content.get("seconds_to_compile"),
         )
 
 

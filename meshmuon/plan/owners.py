@@ -20,7 +20,7 @@ def assign_owners(
     tasks: Sequence[Task],
     loads: dict[int, float],
     crossings: Crossings | None = None,
-    itemsizes: Sequence[int] = (),
+    itemsizes: Sequence[float] = (),
     *,
     spread: bool = False,
 ) -> list[int]:
@@ -50,8 +50,8 @@ def assign_owners(
     owners, loads_after = min(assignments, key=lambda assignment: _heaviest(assignment[1]))
     if crossings is not None and any(crossings.depend_on_owner(sharded) for sharded in {task.sharded for task in tasks}):
 
-        def between(owners: Sequence[int]) -> int:
-            itemsize_of: dict[tuple[ShardedMatrix, int], int] = {}  # thousands of tasks share a few hundred of these
+        def between(owners: Sequence[int]) -> float:
+            itemsize_of: dict[tuple[ShardedMatrix, int], float] = {}  # thousands of tasks share a few hundred of these
             for task, owner, itemsize in zip(tasks, owners, itemsizes, strict=True):
                 key = task.sharded, owner
                 itemsize_of[key] = itemsize_of.get(key, 0) + itemsize

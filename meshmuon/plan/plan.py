@@ -101,7 +101,7 @@ def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedM
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
     for rank, count in copied_bytes(ranks, params, [*staying, *travelling]).items():
         loads[rank] += options.cost.per_byte_of_host * count
-    itemsizes = [params[task.param].itemsize for task in travelling]
+    itemsizes = [params[task.param].wire.itemsize for task in travelling]
     owners = assign_owners(travelling, loads, crossings, itemsizes, spread=options.heavy == "aside")
     owned = [task.placed(owner) for task, owner in zip(travelling, owners, strict=True)]
     return OwnedMatrices(ranks, tuple(params), staying, owned)
@@ -135,8 +135,9 @@ def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Cros
     """Tasks whose matrices stay where they are, and tasks that need an owner: one for all replicas, or one for each."""
     staying: list[Task] = []
     travelling: list[Task] = []
-    costs: dict[tuple[int, ShardedMatrix, int], float] = {}
+    costs: dict[tuple[int, ShardedMatrix, float], float] = {}
     for k, param in enumerate(params):
+        itemsize = param.wire.itemsize
         for layout in param.layouts:
             for matrix, sharded in enumerate(param.sharded_matrices(layout)):
                 if not sharded.size:
@@ -146,7 +147,7 @@ def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Cros
                     staying.append(Task(PartIndex(k), matrix, sharded, float(param.flops)))
                     continue
                 for replica in (sharded,) if one_for_all else sharded.separate_replicas:
-                    kind = param.flops, replica, param.itemsize  # thousands of matrices are of a few kinds
+                    kind = param.flops, replica, itemsize  # thousands of matrices are of a few kinds
                     if kind not in costs:
                         costs[kind] = options.cost.owning(*kind, crossings)
                     travelling.append(Task(PartIndex(k), matrix, replica, costs[kind]))
@@ -158,4 +159,4 @@ def _replicas_share_owner(param: PlannedParam, sharded: ShardedMatrix, options: 
         return options.replicas == "share" and not param.private
     if param.share is not None:
         return param.share
-    return options.cost.sharing_pays(param.flops, sharded, param.itemsize, crossings)
+    return options.cost.sharing_pays(param.flops, sharded, param.wire.itemsize, crossings)

@@ -77,7 +77,7 @@ class PlanData:
     @cached_property
     def wave_owners(self) -> WaveOwners:
         """Who owns what in each wave, with bytes on the wire."""
-        return WaveOwners(self.ranks, self.tasks, [param.itemsize for param in self.params], len(self.wave_lanes))
+        return WaveOwners(self.ranks, self.tasks, [param.wire for param in self.params], len(self.wave_lanes))
 
     @cached_property
     def traffic(self) -> tuple[WaveTraffic, ...]:
@@ -150,7 +150,8 @@ class PlanData:
             if not param.private:
                 layouts = [layout_numbers.setdefault(layout, len(layout_numbers)) for layout in param.layouts]
                 details = param.stack_dims, param.itemsize, param.flops, param.share, param.window
-                hasher.update(repr((param.name, layouts, details, str(param.lane), param.how)).encode())
+                back = () if param.itemsize_back is None else (param.itemsize_back,)
+                hasher.update(repr((param.name, layouts, details, str(param.lane), param.how, *back)).encode())
         for layout in layout_numbers:
             hasher.update(repr((layout.shape, layout.mesh.shape, layout.mesh.ranks, layout.placements)).encode())
         shared = [(task.owner, task.wave) for task in self.tasks if not self.params[task.param].private]
@@ -183,7 +184,7 @@ class PlanData:
             if task.wave != NO_WAVE:
                 lanes[self.wave_lanes[task.wave]].append(task)
         return {
-            lane: (Footprint(tasks, self.params[tasks[0].param].itemsize), [task.wave for task in tasks])
+            lane: (Footprint(tasks, self.params[tasks[0].param].wire), [task.wave for task in tasks])
             for lane, tasks in lanes.items()
         }
 
@@ -200,14 +201,13 @@ def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix
 
 def copied_bytes(ranks: Iterable[int], params: Sequence[PlannedParam], tasks: Iterable[Task]) -> dict[int, int]:
     """Rank → bytes to its device and back, of what it holds of staged parameters. The same for every choice of owners."""
-    itemsizes: dict[ShardedMatrix, int] = {}  # summed over the tasks of a ``ShardedMatrix``, which may have thousands of holders
-    for task in tasks:
-        if params[task.param].staged:
-            itemsizes[task.sharded] = itemsizes.get(task.sharded, 0) + params[task.param].itemsize
+    # Thousands of tasks share a ``ShardedMatrix``, which may have thousands of holders.
+    staged = Counter((task.sharded, params[task.param].wire) for task in tasks if params[task.param].staged)
     copied = dict.fromkeys(ranks, 0)
-    for sharded, itemsize in itemsizes.items():
+    for (sharded, wire), count in staged.items():
+        sizes = [wire.of(piece).held for piece in sharded.pieces]
         for rank, (piece, _) in sharded.holdings.items():
-            copied[rank] += 2 * sharded.sizes[piece] * itemsize
+            copied[rank] += 2 * sizes[piece] * count
     return copied
 
 

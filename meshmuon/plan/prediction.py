@@ -83,7 +83,7 @@ class _Seconds:
     def _copied(self, task: Task) -> float:
         """Seconds per element between host memory and the device; 0 for weights that are on the device."""
         param, copies = self._plan.params[task.param], self._machine.copies
-        return param.itemsize / copies.bytes_per_second if param.staged and copies is not None else 0.0
+        return param.wire.itemsize / copies.bytes_per_second if param.staged and copies is not None else 0.0
 
     def step(self, adamw: list[float], launches: Sequence[int]) -> StepSeconds:
         plan, machine = self._plan, self._machine

@@ -105,9 +105,8 @@ def count_hops(
     counter = _RelayCounter(owners, nodes)
     hops = []
     for number, (gather, wave) in enumerate(zip(gathers, traffic, strict=True)):
-        of_all = counter.to_owners(number, one_replica=False)
-        one_replica = owners.replicated(number) and not averages
-        of_gather = counter.to_owners(number, one_replica=True) if one_replica else of_all
+        of_all = counter.to_owners(number, gather=False)
+        of_gather = of_all if averages or owners.mirrored(number) else counter.to_owners(number, gather=True)
         # The rank that collects a parcel also distributes the one that comes back.
         hops.append((_three_hops(gather, *of_gather), _three_hops(wave.scatter, *reversed(of_all))))
     return tuple(hops)
@@ -151,9 +150,9 @@ def _three_hops(exchange: ExchangeBytes, forwarded: _Relayed, arrived: _Relayed)
 class _RelayCounter:
     """Counts what relays do without listing the parcels.
 
-    Of a matrix, holder h sends elements(h) · itemsize(o) bytes to owner o. A rank of node A therefore forwards elements(A) ·
-    itemsize(B) for each node B that it relays for, and receives itemsize(A) · elements(B) from there: both sides are counted
-    in the same way, with holders and owners swapped.
+    Of a kind of matrices, holder h sends bytes(h) · count(o) to owner o of count(o) of them. A rank of node A therefore forwards
+    bytes(A) · count(B) for each node B that it relays for, and receives count(A) · bytes(B) from there: both sides are counted in
+    the same way, with holders and owners swapped.
     """
 
     def __init__(self, owners: WaveOwners, nodes: Nodes) -> None:
@@ -162,15 +161,19 @@ class _RelayCounter:
         # Node size → node → which rank of a node of that size relays for it.
         self._relay_for = {size: [relay_for(node, size) for node in range(count)] for size in sizes}
 
-    def to_owners(self, wave: int, *, one_replica: bool) -> tuple[_Relayed, _Relayed]:
-        """Forwarded and arrived bytes from holders to the owners of a wave: holders in the owner's replica, or in all."""
+    def to_owners(self, wave: int, *, gather: bool) -> tuple[_Relayed, _Relayed]:
+        """Forwarded and arrived bytes from holders to the owners of a wave: of the gather or, reversed, of the scatter."""
         count = len(self._owners.position)
         forwarded, arrived = _Relayed([0] * count, [0] * count), _Relayed([0] * count, [0] * count)
-        for number, itemsizes in self._owners.itemsizes[wave].items():
-            sharded = self._owners.matrices[number]
-            for replica in range(sharded.replicas) if one_replica else (None,):
-                held = {rank: sharded.sizes[p] for rank, (p, k) in sharded.holdings.items() if replica in (None, k)}
-                if to := {owner: itemsize for owner, itemsize in itemsizes.items() if owner in held}:
+        for number, owners in self._owners.owned[wave].items():
+            sharded, nbytes = self._owners.matrices[number], self._owners.kinds.nbytes[number]
+            for replica in range(sharded.replicas) if gather else (None,):
+                held = {
+                    rank: nbytes[p].gather if gather else nbytes[p].scatter
+                    for rank, (p, k) in sharded.holdings.items()
+                    if replica in (None, k)
+                }
+                if to := {owner: count for owner, count in owners.items() if owner in held}:
                     self._add(forwarded, held, to)
                     self._add(arrived, to, held)
         return forwarded, arrived

@@ -11,6 +11,7 @@ from ..layout import Layout, Mesh, Replicated
 from .plan_data import PlanData
 from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
+from .wire import BY_OWNER
 
 PLAN_VERSION = 1  # of the JSON
 _OPTIONS = ("replicas", "chunk_size", "budget", "in_flight", "max_peers", "waves", "heavy")
@@ -97,6 +98,7 @@ def _content(plan: PlanData) -> dict[str, Any]:
             "layout_numbers": [layouts.setdefault(layout, len(layouts)) for layout in param.layouts],
             "flops_per_matrix": param.flops,
             "bytes_per_element": param.itemsize,
+            "bytes_per_element_back": param.itemsize_back,
             "stack_dims": param.stack_dims,
             "lane": list(param.lane) if isinstance(param.lane, tuple) else str(param.lane),
             "share": param.share,
@@ -155,7 +157,9 @@ def _kinds(plan: PlanData) -> list[tuple[str, ...]]:
     kinds: dict[tuple[str, str, str], list[Task]] = {}
     for task in plan.tasks:
         shape = f"{task.sharded.rows}×{task.sharded.cols}"
-        kinds.setdefault((shape, str(plan.params[task.param].layouts[0]), how_computed(task)), []).append(task)
+        param = plan.params[task.param]
+        unrounded = BY_OWNER if task.wave != NO_WAVE and BY_OWNER in str(param.lane) else ""
+        kinds.setdefault((shape, str(param.layouts[0]), how_computed(task) + unrounded), []).append(task)
     lines: list[tuple[str, ...]] = []
     for (shape, layout, how), tasks in kinds.items():
         owners = {task.owner for task in tasks if task.owner != EVERY_HOLDER}

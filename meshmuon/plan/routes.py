@@ -5,7 +5,8 @@ A wave in flight has two buffers:
 - ``shards`` holds the pieces of this rank's shards: the gather sends from it, the scatter receives into it. Pieces that stay are
   at its end. The scatter may overwrite it, because it starts only after the gather was waited for.
 - ``gathered`` holds pieces of the matrices that this rank owns: the gather receives into it, the scatter sends from it. Where
-  replicas share an owner, the owner sends more than it receives, and the scatter sends from a third buffer, ``results``.
+  replicas share an owner, the owner sends more than it receives, and the scatter sends from a third buffer, ``results``; also
+  where results travel in another dtype.
 
 An (8, D) matrix over ranks 0 to 3, owned by rank 1: ``shards`` has 2·D elements on every rank, ``gathered`` has 6·D on rank 1.
 """
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from .plan_data import PlanData
 from .tasks import NO_WAVE, PieceTransfer
+from .wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def _by_peer(transfers: Iterable[PieceTransfer]) -> tuple[PieceTransfer, ...]:
 
 
 class WaveSizes(NamedTuple):
-    """Elements of one wave's buffers on one rank."""
+    """Sizes of one wave's buffers on one rank."""
 
     shards: int
     staying_offset: int  # where the pieces that stay begin in ``shards``
@@ -82,18 +84,20 @@ class WaveSizes(NamedTuple):
     results: int  # 0 where the scatter sends ``gathered``
 
 
-def wave_sizes(routes: WaveRoutes) -> WaveSizes:
-    travelling = max(_elements(routes.gather_out), _elements(routes.scatter_in))
-    received, sent = _elements(routes.gather_in), _elements(routes.scatter_out)
+def wave_sizes(routes: WaveRoutes, wire: Wire | None = None) -> WaveSizes:
+    """The sizes in bytes on a ``wire``, or in elements."""
+
+    def total(transfers: Sequence[PieceTransfer], kind: str) -> int:
+        return sum(t.piece.size if wire is None else getattr(wire.of(t.piece), kind) for t in transfers)
+
+    travelling = max(total(routes.gather_out, "held"), total(routes.scatter_in, "held"))
+    received, sent = total(routes.gather_in, "gather"), total(routes.scatter_out, "scatter")
     mirrored = [(t.source, t.task) for t in routes.gather_in] == [(t.target, t.task) for t in routes.scatter_out]
-    return WaveSizes(travelling + _elements(routes.staying), travelling, received, 0 if mirrored else sent)
+    mirrored = mirrored and (wire is None or wire.gather == wire.scatter)
+    return WaveSizes(travelling + total(routes.staying, "held"), travelling, received, 0 if mirrored else sent)
 
 
 def slot_sizes(waves: Sequence[WaveSizes]) -> tuple[int, int, int]:
-    """Elements of ``shards``, ``gathered`` and ``results`` that fit each of ``waves``, which use the slot one after the other."""
+    """Sizes of ``shards``, ``gathered`` and ``results`` that fit each of ``waves``, which use the slot one after the other."""
     shards, _, gathered, results = map(max, zip(WaveSizes(0, 0, 0, 0), *waves, strict=True))
     return shards, gathered, results
-
-
-def _elements(transfers: Sequence[PieceTransfer]) -> int:
-    return sum(transfer.piece.size for transfer in transfers)

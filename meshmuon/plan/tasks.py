@@ -11,6 +11,7 @@ from ..layout import Layout, Piece, ShardedMatrix, shard_matrices
 from ..matrices import Window
 from .cost import CostModel, repr_of_given
 from .nodes import Nodes
+from .wire import Wire
 
 PartIndex = NewType("PartIndex", int)
 """Counts the parts of a plan, ``Plan.params``: parameters, and each matrix of a fused one."""
@@ -33,7 +34,7 @@ class PlannedParam:
     layouts: tuple[Layout, ...]  # how it lies on its mesh; several if sibling meshes have copies of it
     stack_dims: int  # leading dims that index the matrices: 0, or 1 for a stack of experts
     lane: Hashable  # what must be equal for matrices to travel together: device types, dtype on the wire and dtype of the update
-    itemsize: int  # bytes per element on the wire
+    itemsize: int  # bytes per element on the wire to the owner; 1 is int8, with scales
     flops: int  # FLOPs of orthogonalising one of its matrices
     share: bool | None = None  # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the cost model
     private: bool = False  # known to this rank alone (a plain tensor): neither balanced nor part of the digest
@@ -41,6 +42,12 @@ class PlannedParam:
     staged: bool = False  # in host memory, while its matrices travel and are orthogonalised on a device
     how: str = ""  # how its matrices are computed, as text that ranks compare
     compute_dtype: str = ""  # of the products, as in ``how``
+    itemsize_back: int | None = None  # ``itemsize`` of results on the way back; None if it is the same
+
+    @property
+    def wire(self) -> Wire:
+        """Bytes on the wire in both directions."""
+        return Wire(self.itemsize, self.itemsize if self.itemsize_back is None else self.itemsize_back)
 
     @property
     def count(self) -> int:

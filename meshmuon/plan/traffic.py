@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..layout import ShardedMatrix
 from .nodes import Nodes
 from .tasks import NO_WAVE, Task
+from .wire import PieceBytes, Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class HeldPiece(NamedTuple):
     matrix: int  # its number in ``RankKinds.matrices``
     elements: int
     replica: int  # that the rank belongs to
+    nbytes: PieceBytes
 
 
 class RankKinds:
@@ -66,17 +68,19 @@ class RankKinds:
     An (18, D) matrix over 8 ranks has one kind: ranks 0 to 5 hold 3·D elements. Ranks 6 and 7 hold nothing and have no kind.
     """
 
-    def __init__(self, sharded_matrices: Iterable[ShardedMatrix]) -> None:
-        self.numbers: dict[ShardedMatrix, int] = {}  # matrix → its number, in the order in which they first appear
-        for sharded in sharded_matrices:
-            self.numbers.setdefault(sharded, len(self.numbers))
-        self.matrices = tuple(self.numbers)
+    def __init__(self, sharded_matrices: Iterable[tuple[ShardedMatrix, Wire]]) -> None:
+        # A matrix and how it travels → its number, in the order in which they first appear.
+        self.numbers: dict[tuple[ShardedMatrix, Wire], int] = {}
+        for kind_of_matrix in sharded_matrices:
+            self.numbers.setdefault(kind_of_matrix, len(self.numbers))
+        self.matrices = tuple(sharded for sharded, _ in self.numbers)
+        self.nbytes = [tuple(map(wire.of, sharded.pieces)) for sharded, wire in self.numbers]  # matrix → bytes of its pieces
         held: dict[int, list[HeldPiece]] = {}
-        for sharded, number in self.numbers.items():
+        for number, sharded in enumerate(self.matrices):
             # One object for all ranks with the same holdings: comparing kinds then compares addresses first.
-            pieces: dict[tuple[int, int], HeldPiece] = {}
+            pieces: dict[tuple[int, int, PieceBytes], HeldPiece] = {}
             for rank, (piece, replica) in sharded.holdings.items():
-                key = sharded.sizes[piece], replica
+                key = sharded.sizes[piece], replica, self.nbytes[number][piece]
                 if key not in pieces:
                     pieces[key] = HeldPiece(number, *key)
                 held.setdefault(rank, []).append(pieces[key])
@@ -89,23 +93,28 @@ class RankKinds:
 class WaveOwners:
     """Owners and their bytes in each wave. Traffic, peers and relays are counted from them."""
 
-    def __init__(self, ranks: Sequence[int], tasks: Sequence[Task], itemsizes: Sequence[int], waves: int) -> None:
-        """``itemsizes`` has the bytes per element on the wire, by parameter."""
+    def __init__(self, ranks: Sequence[int], tasks: Sequence[Task], wires: Sequence[Wire], waves: int) -> None:
+        """``wires`` has the bytes on the wire, by parameter."""
         moving = [task for task in tasks if task.wave != NO_WAVE]
         self.position = {rank: position for position, rank in enumerate(ranks)}
-        self.kinds = RankKinds(task.sharded for task in moving)
+        self.kinds = RankKinds((task.sharded, wires[task.param]) for task in moving)
         self.matrices = self.kinds.matrices
-        # Wave → number of a matrix → owner → bytes per element of its matrices, summed.
-        self.itemsizes: list[dict[int, Counter[int]]] = [{} for _ in range(waves)]
+        # Wave → number of a matrix → owner → how many such matrices it has.
+        self.owned: list[dict[int, Counter[int]]] = [{} for _ in range(waves)]
         self.counts: list[Counter[int]] = [Counter() for _ in range(waves)]  # wave → number of a matrix → tasks that share it
         for task in moving:
-            number = self.kinds.numbers[task.sharded]
+            number = self.kinds.numbers[task.sharded, wires[task.param]]
             self.counts[task.wave][number] += 1
-            self.itemsizes[task.wave].setdefault(number, Counter())[task.owner] += itemsizes[task.param]
+            self.owned[task.wave].setdefault(number, Counter())[task.owner] += 1
 
     def replicated(self, wave: int) -> bool:
         """Whether a matrix of the wave has several replicas, so that the scatter reaches more ranks than the gather."""
-        return any(self.matrices[number].replicas > 1 for number in self.itemsizes[wave])
+        return any(self.matrices[number].replicas > 1 for number in self.owned[wave])
+
+    def mirrored(self, wave: int) -> bool:
+        """Whether the scatter sends back what the gather has sent, byte for byte."""
+        same = all(one.gather == one.scatter for number in self.owned[wave] for one in self.kinds.nbytes[number])
+        return same and not self.replicated(wave)
 
 
 def count_traffic(owners: WaveOwners, nodes: Nodes | None) -> tuple[WaveTraffic, ...]:
@@ -119,40 +128,40 @@ class _TrafficCounter:
         self._owners, self._nodes = owners, nodes
         nothing = len(owners.kinds.held)  # the kind of ranks that hold nothing
         self._kind_of = [owners.kinds.kind_of.get(rank, nothing) for rank in owners.position]
-        # (number of a matrix, node) → position, elements and replica of each holder on the node
+        # (number of a matrix, node) → position, piece and replica of each holder on the node
         self._mates: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for number, sharded in enumerate(owners.matrices if nodes else ()):
             for rank, (piece, replica) in sharded.holdings.items():
-                mate = owners.position[rank], sharded.sizes[piece], replica
-                self._mates.setdefault((number, self._node_of(rank)), []).append(mate)
+                self._mates.setdefault((number, self._node_of(rank)), []).append((owners.position[rank], piece, replica))
 
     def wave(self, wave: int) -> WaveTraffic:
-        gather = self._to_owners(wave, one_replica=True)
-        scatter = self._to_owners(wave, one_replica=False) if self._owners.replicated(wave) else gather
+        gather = self._to_owners(wave, gather=True)
+        scatter = gather if self._owners.mirrored(wave) else self._to_owners(wave, gather=False)
         counts = self._owners.counts[wave]
         pieces = [sum(counts.get(p.matrix, 0) for p in held) for held in self._owners.kinds.held]
         elements = [sum(p.elements * counts.get(p.matrix, 0) for p in held) for held in self._owners.kinds.held]
         return WaveTraffic(gather, scatter.reversed(), self._by_rank(pieces), self._by_rank(elements))
 
-    def _to_owners(self, wave: int, *, one_replica: bool) -> ExchangeBytes:
-        """What holders send to owners, from the owner's replica or from all: reversed, the latter is the scatter."""
+    def _to_owners(self, wave: int, *, gather: bool) -> ExchangeBytes:
+        """What holders send to owners from the owner's replica or, reversed, what the scatter sends to all replicas."""
         received, staying, sent_near, received_near = ([0] * len(self._kind_of) for _ in range(4))
-        prices: Counter[tuple[int, int]] = Counter()  # (number of a matrix, replica that sends) → bytes per element; 0 for all
-        for number, itemsizes in self._owners.itemsizes[wave].items():
-            sharded = self._owners.matrices[number]
-            elements = sharded.size * (1 if one_replica else sharded.replicas)
-            for owner, itemsize in itemsizes.items():
+        way = 0 if gather else 1  # in ``PieceBytes``
+        sends: Counter[tuple[int, int]] = Counter()  # (number of a matrix, replica that sends) → to how many; 0 for all
+        for number, owners in self._owners.owned[wave].items():
+            sharded, sizes = self._owners.matrices[number], [one[way] for one in self._owners.kinds.nbytes[number]]
+            total = sum(sizes) * (1 if gather else sharded.replicas)
+            for owner, count in owners.items():
                 piece, replica = sharded.holdings[owner]
-                own, at = sharded.sizes[piece], self._owners.position[owner]
-                received[at] += (elements - own) * itemsize
-                staying[at] += own * itemsize
-                prices[number, replica if one_replica else 0] += itemsize
-                for mate, size, of_mate in self._mates[number, self._node_of(owner)] if self._nodes else ():
-                    if mate != at and (of_mate == replica or not one_replica):
-                        sent_near[mate] += size * itemsize
-                        received_near[at] += size * itemsize
+                own, at = sizes[piece], self._owners.position[owner]
+                received[at] += (total - own) * count
+                staying[at] += own * count
+                sends[number, replica if gather else 0] += count
+                for mate, of_piece, of_mate in self._mates[number, self._node_of(owner)] if self._nodes else ():
+                    if mate != at and (of_mate == replica or not gather):
+                        sent_near[mate] += sizes[of_piece] * count
+                        received_near[at] += sizes[of_piece] * count
         by_kind = [
-            sum(p.elements * prices.get((p.matrix, p.replica if one_replica else 0), 0) for p in held)
+            sum(p.nbytes[way] * sends.get((p.matrix, p.replica if gather else 0), 0) for p in held)
             for held in self._owners.kinds.held
         ]
         sent = list(map(sub, self._by_rank(by_kind), staying))
@@ -203,9 +212,9 @@ class PeerCounter:
         """
         owners: dict[int, set[int]] = {}  # number of a set of holders → the owners that they talk to
         for wave in waves:
-            for number, itemsizes in self._owners.itemsizes[wave].items():
+            for number, owned_by in self._owners.owned[wave].items():
                 holdings = self._owners.matrices[number].holdings
-                for owner in itemsizes:
+                for owner in owned_by:
                     owners.setdefault(self._set_of[number, holdings[owner][1] if gather else None], set()).add(owner)
         owned: dict[int, list[int]] = {}
         for number in sorted(owners):

@@ -11,6 +11,7 @@ from itertools import accumulate
 from .owners import heavy_tasks
 from .tasks import PlannedParam, PlanOptions, Task
 from .traffic import RankKinds
+from .wire import Wire, bytes_of
 
 _OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
 _WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
@@ -92,7 +93,11 @@ class _LaneCutter:
 
     def __init__(self, tasks: Sequence[Task], param: PlannedParam, options: PlanOptions) -> None:
         self._tasks, self._options = tasks, options
-        self._nbytes = [task.sharded.size * param.itemsize for task in tasks]  # ``itemsize`` is the same for the whole lane
+        # What an owner gathers, its own piece included; the wire is the same for the whole lane.
+        whole = {
+            sharded: sum(bytes_of(piece, param.itemsize) for piece in sharded.pieces) for sharded in {t.sharded for t in tasks}
+        }
+        self._nbytes = [whole[task.sharded] for task in tasks]
         # Matrices of equal shape are best orthogonalised together. Shapes are sorted as text; another order would change plans.
         shapes = [repr((task.sharded.rows, task.sharded.cols)) for task in tasks]
         first = [-task.cost if options.heavy == "first" else 0.0 for task in tasks]
@@ -109,7 +114,7 @@ class _LaneCutter:
         overlapping = options.waves or min(_OVERLAP, int(heaviest_cost / cost_worth_a_wave))
         wanted_count = max(overlapping, most_bytes // options.budget)
         self.usual_count = self.within_budget(max(1, wanted_count))
-        self.footprint = Footprint(tasks, param.itemsize)
+        self.footprint = Footprint(tasks, param.wire)
 
     def within_budget(self, count: int) -> int:
         """The number of waves, from ``count`` on, in which no owner gathers more than its budget."""
@@ -192,48 +197,49 @@ class Footprint:
     is counted once for each kind of ranks.
     """
 
-    def __init__(self, tasks: Sequence[Task], itemsize: int) -> None:
-        self._itemsize = itemsize
-        kinds = RankKinds(task.sharded for task in tasks)
+    def __init__(self, tasks: Sequence[Task], wire: Wire) -> None:
+        kinds = RankKinds((task.sharded, wire) for task in tasks)
         self._kind_of = kinds.kind_of
-        self._numbers = [kinds.numbers[task.sharded] for task in tasks]
-        # Of each distinct matrix, (kind, elements of the piece that each rank of the kind holds).
+        self._numbers = [kinds.numbers[task.sharded, wire] for task in tasks]
+        # Of each distinct matrix, (kind, bytes of the piece that each rank of the kind holds).
         self._pieces: list[list[tuple[int, int]]] = [[] for _ in kinds.matrices]
         for kind, pieces in enumerate(kinds.held):
             for held in pieces:
-                self._pieces[held.matrix].append((kind, held.elements))
-        # Of each matrix, its owner, the elements that the owner gathers, and those that it sends if there are replicas.
-        self._owner_elements: list[tuple[int, int, int]] = []
-        for task in tasks:
-            sharded, own = task.sharded, task.sharded.sizes[task.sharded.holdings[task.owner][0]]
-            copies = sharded.size * sharded.replicas - own if sharded.replicas > 1 else 0
-            self._owner_elements.append((task.owner, sharded.size - own, copies))
+                self._pieces[held.matrix].append((kind, held.nbytes.held))
+        # Of each matrix, its owner, what the owner gathers, what it sends, and whether that needs a buffer of its own.
+        gathered, sent = ([sum(one[way] for one in nbytes) for nbytes in kinds.nbytes] for way in range(2))
+        self._owner_bytes: list[tuple[int, int, int, bool]] = []
+        for task, number in zip(tasks, self._numbers, strict=True):
+            own, replicas = kinds.nbytes[number][task.sharded.holdings[task.owner][0]], task.sharded.replicas
+            apart = replicas > 1 or wire.gather != wire.scatter
+            sizes = gathered[number] - own.gather, sent[number] * replicas - own.scatter
+            self._owner_bytes.append((task.owner, *sizes, apart))
 
     def bytes_by_rank(self, waves: Sequence[int], in_flight: int) -> Counter[int]:
         """Rank → bytes of all its buffers when matrix k is in wave ``waves[k]``; ranks without buffers may be missing."""
-        shards: Counter[tuple[int, int]] = Counter()  # (kind, wave) → elements
+        shards: Counter[tuple[int, int]] = Counter()  # (kind, wave) → bytes
         for (wave, matrix), count in Counter(zip(waves, self._numbers, strict=True)).items():
             for kind, size in self._pieces[matrix]:
                 shards[kind, wave] += count * size
-        received: Counter[tuple[int, int]] = Counter()  # (owner, wave) → elements, as in ``results``
+        received: Counter[tuple[int, int]] = Counter()  # (owner, wave) → bytes, as in ``results``
         results: Counter[tuple[int, int]] = Counter()
-        with_replicas: set[tuple[int, int]] = set()
-        for wave, (owner, gathered, copies) in zip(waves, self._owner_elements, strict=True):
+        apart: set[tuple[int, int]] = set()
+        for wave, (owner, gathered, sent, needs_results) in zip(waves, self._owner_bytes, strict=True):
             received[owner, wave] += gathered
-            results[owner, wave] += copies or gathered
-            if copies:  # the owner sends more than it receives: the results of the whole wave need a separate buffer
-                with_replicas.add((owner, wave))
+            results[owner, wave] += sent
+            if needs_results:  # of replicas, or in another dtype: the results of the whole wave need a separate buffer
+                apart.add((owner, wave))
         by_kind = _slots(shards, in_flight)
         total = Counter({rank: by_kind[kind] for rank, kind in self._kind_of.items()})
         total.update(_slots(received, in_flight))
-        total.update(_slots({at: results[at] for at in with_replicas}, in_flight))
-        return Counter({rank: elements * self._itemsize for rank, elements in total.items()})
+        total.update(_slots({at: results[at] for at in apart}, in_flight))
+        return total
 
 
-def _slots(elements: Mapping[tuple[int, int], int], in_flight: int) -> Counter[int]:
-    """Elements of all slots of each rank, or kind of ranks: a slot is as large as the largest wave that takes a turn in it."""
+def _slots(nbytes: Mapping[tuple[int, int], int], in_flight: int) -> Counter[int]:
+    """Bytes of all slots of each rank, or kind of ranks: a slot is as large as the largest wave that takes a turn in it."""
     largest: dict[tuple[int, int], int] = {}
-    for (rank, wave), size in elements.items():
+    for (rank, wave), size in nbytes.items():
         slot = rank, wave % in_flight
         largest[slot] = max(largest.get(slot, 0), size)
     total: Counter[int] = Counter()

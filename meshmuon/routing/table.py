@@ -21,7 +21,7 @@ from ..params.option_table import ParamGroup
 from ..params.rules import Hyperball, chain_of, resolve_rules
 from ..plan import table
 
-_ADAMW_RMS = 0.2  # typical RMS of an AdamW update at lr 1, which match_rms_adamw reproduces (arXiv:2502.16982)
+_ADAMW_RMS = 0.2  # RMS of an AdamW update at lr 1 in long training, which match_rms_adamw reproduces (arXiv:2502.16982)
 _TOO_LARGE_FOR_MATCH_RMS = 0.02
 _TOO_SMALL_FOR_ORIGINAL = 2e-3
 
@@ -148,7 +148,7 @@ def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
     if rule == "match_rms_adamw" and lr >= _TOO_LARGE_FOR_MATCH_RMS:
         return [
             f'group {index}: lr={lr:g} with adjust_lr_fn="match_rms_adamw" moves entries by {0.2 * lr:g} a step. This rule takes '
-            'AdamW\'s learning rates (1e-4 to 1e-2); 0.02 belongs to adjust_lr_fn="original".'
+            '1 to 8 times AdamW\'s learning rates (1e-4 to 1.6e-2); 0.02 belongs to adjust_lr_fn="original".'
         ]
     if rule in ("original", "spectral", "spectral_unclamped") and 0 < lr < _TOO_SMALL_FOR_ORIGINAL:
         return [

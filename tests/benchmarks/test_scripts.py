@@ -17,8 +17,10 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "agreement": ("--processes", "2"),
     "degrees": (),
     "demo_share": (),
+    "first_experiment": ("--tasks", "ViT", "ConvNet"),
     "launches": (),
     "loss_by_rounding": (),
+    "loss_by_wire": (),
     "metrics": (),
     "orthogonalisation": ("--sizes", "16", "--ratios", "1", "4"),
     "predictions": ("--worlds", "1"),
@@ -52,6 +54,9 @@ def test_a_script_leaves_what_it_promises(script: str, tmp_path: Path) -> None:
     if script == "degrees":
         five = next(result for result in results["compared"] if result["quintics"] == 5)
         assert (five["cheapest"]["degrees"], five["cheapest"]["products"], five["products"]) == ([9, 17, 17], 14, 17)
+    elif script == "first_experiment":
+        for rms, _ in results["updates"].values():
+            assert rms[0] == pytest.approx(1.0, abs=0.02), "AdamW's first step moves every entry by lr"
     elif script == "launches":
         assert all(goal["verdict"] == "reached" for goal in facts["goals"])
         assert results[0]["launches"] == results[0]["products"] + results[0]["beside"]

@@ -201,7 +201,7 @@ def test_the_page_shows_runs_of_these_scripts() -> None:
     """What a page says of a first step is what the script prints; later ones depend on how a machine rounds."""
     shown = re.findall(r"```\n\$ (?:python|torchrun .*) examples/(\w+)\.py\n((?:.|\n)*?)```", PAGE.read_text())
     checked = [(name, losses_of(text)) for name, text in shown if losses_of(text)]
-    assert len(checked) >= 8
+    assert len(checked) >= 4
     for name, losses in checked:
         if name != "lora":
             assert losses_of(run_script(name, "--steps", 1))[1] == pytest.approx(losses[1], abs=2e-3), name

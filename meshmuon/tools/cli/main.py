@@ -34,6 +34,11 @@ _DOCTOR = (
     "torchrun --nproc-per-node 8 -m meshmuon doctor, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
     "MASTER_PORT. The exit code is 1 if a check fails."
 )
+_SWEEP = (
+    "Finds the learning rate of Muon for your own model: runs your training with AdamW and with Muon at several learning rates, "
+    "and prints a table. TRAIN is a function train(make_optimizer, seed) that builds the model, calls make_optimizer(model), "
+    "yields the loss of every step and may return a validation loss: meshmuon sweep my_training:train --lr 1e-3."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +93,26 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_doctor(commands.add_parser("doctor", help="check and measure meshmuon on these machines", description=_DOCTOR))
     _add_plan(commands.add_parser("plan", help="see what a step costs on a cluster that is not there", description=_PLAN))
+    _add_sweep(commands.add_parser("sweep", help="find the learning rate for your own model", description=_SWEEP))
     return parser
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    lr = _within(sys.float_info.min, 100.0, "no learning rate above 0 and at most 100")
+    parser.add_argument("train", metavar="TRAIN", help="the function, as package.module:function")
+    parser.add_argument("--lr", type=lr, default=1e-3, help="the lr that AdamW has today (default: 0.001)")
+    parser.add_argument(
+        "--lrs",
+        type=lr,
+        nargs="+",
+        metavar="LR",
+        help="of Muon (default: 1, 2, 4, 8 times --lr; more while an end is best)",
+    )
+    parser.add_argument("--adamw-lrs", type=lr, nargs="+", metavar="LR", help="of AdamW (default: --lr)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one run for each (default: 0)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/sweep"), metavar="DIR", help="folder of the results (default: runs/sweep)"
+    )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +152,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--nodes", type=_amount, metavar="N", help="nodes of the cluster; the mesh must have their ranks")
     options = parser.add_argument_group("options of Muon")
     options.add_argument("--replicas", choices=("auto", "share", "repeat"), default="auto")
-    options.add_argument("--comm-dtype", choices=_DTYPES, help="default: bfloat16 on GPUs")
+    options.add_argument("--comm-dtype", metavar="DTYPE", help="or two, such as bfloat16,int8 (default: bfloat16 on GPUs)")
     options.add_argument("--param-dtype", choices=_DTYPES, default="float32", help="of the weights (default: float32)")
     options.add_argument("--momentum-dtype", choices=_DTYPES, help="default: that of the weights")
     options.add_argument("--scheme", default="auto", choices=("auto", "polar_express", "keller", "zolotarev", "hybrid"))

@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch
 
 from ...errors import ConfigError
+from ...execute import CommDtypeLike
+from ...params.checks import FLOAT_DTYPES
 from ...params.option_table import optimizer_options
 from ...plan.calibration import Calibration
 from ...plan.machines import Machine, machine_like, machine_names
@@ -157,13 +159,24 @@ def _options(arguments: argparse.Namespace) -> MuonOptions:
     rates = None if arguments.calibration is None else Calibration.load(arguments.calibration)
     return MuonOptions(
         replicas=arguments.replicas,
-        comm_dtype=_dtype(arguments.comm_dtype),
+        comm_dtype=_comm_dtype(arguments.comm_dtype),
         scheme=arguments.scheme,
         param_dtype=_dtype(arguments.param_dtype) or torch.float32,
         momentum_dtype=_dtype(arguments.momentum_dtype),
         cost_model=None if rates is None or rates.exchange is None else rates,
         **given,
     )
+
+
+def _comm_dtype(text: str | None) -> CommDtypeLike:
+    """Of ``"int8"`` or ``"bfloat16,int8"``: to the owners, and back."""
+    if text is None:
+        return None
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOAT_DTYPES, torch.int8)}
+    dtypes = tuple(known.get(name.strip()) for name in text.split(","))
+    if None in dtypes or len(dtypes) > 2:
+        raise ConfigError(f"--comm-dtype {text} is no dtype for the wire: write one of {', '.join(known)}, or two with a comma.")
+    return (dtypes[0], dtypes[-1])
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -70,9 +70,10 @@ def _read_param(row: Mapping[str, Any], layouts: Sequence[Layout]) -> PlannedPar
         share=row["share"],
         private=row["private"],
         window=None if row["window"] is None else (StridedRange(**row["window"][0]), StridedRange(**row["window"][1])),
-        staged=row.get("staged", False),  # older files have neither this nor the dtype
+        staged=row.get("staged", False),  # older files lack this, the dtype and bytes on the way back
         how=row["how"],
         compute_dtype=row.get("compute_dtype", ""),
+        itemsize_back=row.get("bytes_per_element_back"),
     )
 
 

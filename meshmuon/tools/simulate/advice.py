@@ -128,8 +128,8 @@ def _waiting(simulation: Simulation) -> Iterator[str]:
         return
     text, others = f"The optimizer takes {simulation.share:.0%} of a training step", timeline.seconds_by_kind.get("others", 0.0)
     if timeline.waited_for > 0.5 * timeline.seconds:
-        wire = {param.itemsize for param in simulation.slowest.plan.params}
-        fix = "comm_dtype=torch.bfloat16 halves what is sent" if max(wire, default=2) > 2 else "larger batches make it rarer"
+        wire = max((param.wire.itemsize for param in simulation.slowest.plan.params), default=2)
+        fix = "comm_dtype=torch.bfloat16 halves what is sent" if wire > 2 else "larger batches make it rarer"
         yield f"{text}, {seconds_text(timeline.waited_for)} of it waiting for exchanges: {fix}."
     elif others > 0.5 * timeline.seconds:
         yield f"{text}, {seconds_text(others)} of it waiting for ranks that have more to do in a wave: raise memory_budget."
@@ -192,7 +192,7 @@ def _other_options(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
         for replicas in ("share", "repeat"):
             if replicas != options.replicas:
                 yield f'replicas="{replicas}"', replace(options, replicas=replicas)
-    used = {param.itemsize for param in plan.params}
+    used = {param.wire.itemsize for param in plan.params}
     for dtype in (torch.bfloat16, torch.float32):
         if used != {dtype.itemsize}:
             yield f"comm_dtype={str(dtype).removeprefix('torch.')}", replace(options, comm_dtype=dtype)

@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,25 +70,31 @@ def describe_module(
     )
 
 
-def build_module(target: str) -> ModelDescription:
-    """The model that ``package.module:function`` returns, called without arguments on the meta device."""
+def import_function(option: str, target: str) -> Callable[..., Any]:
+    """What ``package.module:function`` names, also in the working directory; ``option`` is what the user wrote it for."""
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
-        raise ConfigError(f"--module {target!r} must name a module and a function in it: package.module:function.")
+        raise ConfigError(f"{option} {target!r} must name a module and a function in it: package.module:function.")
     paths = list(sys.path)
     sys.path.insert(0, "")  # the working directory, as python -m has it
     try:
-        with _in_words(f"--module {target}: {module_name} cannot be imported", "Mend it, or set PYTHONPATH if it is elsewhere."):
-            build = getattr(importlib.import_module(module_name), function_name, None)
+        with _in_words(f"{option} {target}: {module_name} cannot be imported", "Mend it, or set PYTHONPATH if it is elsewhere."):
+            function = getattr(importlib.import_module(module_name), function_name, None)
     finally:
         sys.path[:] = paths
-    if not callable(build):
-        raise ConfigError(f"--module {target}: {module_name} has no function {function_name}.")
+    if not callable(function):
+        raise ConfigError(f"{option} {target}: {module_name} has no function {function_name}.")
+    return function  # type: ignore[no-any-return]
+
+
+def build_module(target: str) -> ModelDescription:
+    """The model that ``package.module:function`` returns, called without arguments on the meta device."""
+    build, name = import_function("--module", target), target.partition(":")[2]
     advice = "It must build the model without arguments, data or weights."
-    with _in_words(f"--module {target}: {function_name}() failed on the meta device", advice), torch.device("meta"):
+    with _in_words(f"--module {target}: {name}() failed on the meta device", advice), torch.device("meta"):
         model = build()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"--module {target}: {function_name}() returned {type(model).__name__}, not a torch.nn.Module.")
+        raise ConfigError(f"--module {target}: {name}() returned {type(model).__name__}, not a torch.nn.Module.")
     with _in_words(f"--module {target}: the parameters of the model cannot be read", advice):
         return describe_module(model, target, tp_plan=_tp_plan_of(model))
 

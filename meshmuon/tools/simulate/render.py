@@ -132,6 +132,9 @@ def _parts(step: Figures) -> Iterator[tuple[str, str]]:
     yield "host", text(step.host)
     issued = f"{step.launches:,} on the rank with most, issued by its host in {seconds_text(step.host_ahead)}"
     yield "launches", issued if step.launches else ""
+    known, unknown = "about {}, as others have measured it", "not predicted; meshmuon doctor measures prepare()"
+    to_compile = unknown if step.seconds_to_compile is None else known.format(seconds_text(step.seconds_to_compile))
+    yield "first step", f"kernels compile, or in prepare(): {to_compile}" if step.launches else ""
 
 
 _EXCHANGES = {  # key of a row → heading

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout import ShardedMatrix
 from ...matrices import with_stars
-from ...plan import EVERY_HOLDER, NO_WAVE, Plan, Task, how_computed
+from ...plan import EVERY_HOLDER, NO_WAVE, Plan, Task, Wire, how_computed
 from ...plan.counts import peers_of_step
 from ...plan.timeline import ON_LINKS
 from .sharding import MeshAxes
@@ -177,6 +176,7 @@ def _step(simulation: Simulation) -> Figures:
         exchange_hidden=timeline.hidden,  # of these, while the slowest rank works on something else
         launches=max(timeline.work.launches, default=0),  # kernels, on the rank that has most of them; 0 on CPU
         host_ahead=max(timeline.work.host_ahead, default=0.0),  # in which the host of a GPU prepares the step, beside the device
+        seconds_to_compile=simulation.machine.seconds_to_compile,  # in the first step, beside "seconds"; null if unknown
         flops=sum(sum(stage.plan.flops.values()) for stage in simulation.stages),
         tokens_per_step=tokens,
         tokens_per_rank=tokens / simulation.sharding.ranks,
@@ -296,7 +296,7 @@ def _muon_params(plan: Plan) -> Iterator[Figures]:
             how=how,  # "one owner", "shared by replicas", "local", "every holder"
             flops=float(sum(plan.params[task.param].flops for task in own)),
             owners=len({task.owner for task in own if task.owner != EVERY_HOLDER}),  # ranks that own some of them
-            bytes_sent=sum(_bytes_of(task, plan.params[task.param].itemsize) for task in own),  # per step
+            bytes_sent=sum(_bytes_of(task, plan.params[task.param].wire) for task in own),  # per step
         )
 
 
@@ -310,11 +310,12 @@ def _adamw_params(stage: SimulatedStage) -> list[Figures]:
     ]
 
 
-def _bytes_of(task: Task, itemsize: int) -> int:
+def _bytes_of(task: Task, wire: Wire) -> int:
     if task.wave == NO_WAVE:
         return 0
-    own = task.sharded.sizes[task.sharded.holdings[task.owner][0]]
-    return itemsize * (task.sharded.size * (1 + task.sharded.replicas) - 2 * own)
+    sharded, nbytes = task.sharded, [wire.of(piece) for piece in task.sharded.pieces]
+    own = nbytes[sharded.holdings[task.owner][0]]
+    return sum(one.gather + one.scatter * sharded.replicas for one in nbytes) - own.gather - own.scatter
 
 
 def _timeline(stage: SimulatedStage) -> Iterator[Figures]:
@@ -339,22 +340,24 @@ def bytes_between_blocks(plan: Plan) -> Figures:
     count = math.ceil(len(position) / block_ranks)
 
     @cache
-    def held_by_block(sharded: ShardedMatrix, replica: int | None) -> Tensor:
-        """(blocks,): elements of one replica, or of all."""
-        held = [(position[rank], sharded.sizes[piece]) for rank, (piece, of) in sharded.holdings.items() if replica in (None, of)]
+    def held_by_block(number: int, replica: int | None) -> Tensor:
+        """(blocks,): bytes that one replica of a matrix sends, or that all receive."""
+        nbytes, holdings = plan.wave_owners.kinds.nbytes[number], plan.wave_owners.matrices[number].holdings
+        held = [
+            (position[rank], nbytes[piece][replica is None]) for rank, (piece, of) in holdings.items() if replica in (None, of)
+        ]
         positions, sizes = map(torch.tensor, zip(*held, strict=True))
         return torch.zeros(count, dtype=torch.int64).index_add_(0, positions // block_ranks, sizes)
 
-    itemsizes: dict[tuple[int, int], int] = defaultdict(int)  # (number of the matrix, owner) → bytes per element, in all waves
-    for wave in plan.wave_owners.itemsizes:
+    counts: dict[tuple[int, int], int] = defaultdict(int)  # (number of the matrix, owner) → how many of them, in all waves
+    for wave in plan.wave_owners.owned:
         for number, of_owners in wave.items():
-            for owner, itemsize in of_owners.items():
-                itemsizes[number, owner] += itemsize
+            for owner, count_of_owner in of_owners.items():
+                counts[number, owner] += count_of_owner
     blocks = torch.zeros(count, count, dtype=torch.int64)
-    for (number, owner), itemsize in itemsizes.items():
-        sharded = plan.wave_owners.matrices[number]
-        (piece, replica), block = sharded.holdings[owner], position[owner] // block_ranks
-        blocks[:, block] += held_by_block(sharded, replica) * itemsize
-        blocks[block] += held_by_block(sharded, None) * itemsize
-        blocks[block, block] -= 2 * sharded.sizes[piece] * itemsize
+    for (number, owner), times in counts.items():
+        (piece, replica), block = plan.wave_owners.matrices[number].holdings[owner], position[owner] // block_ranks
+        blocks[:, block] += held_by_block(number, replica) * times
+        blocks[block] += held_by_block(number, None) * times
+        blocks[block, block] -= sum(plan.wave_owners.kinds.nbytes[number][piece][:2]) * times
     return Figures(ranks_per_block=block_ranks, bytes=blocks.tolist())  # bytes[sender][receiver]

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...agree.local_planner import LocalPlanner, PlanSettings, Topology
 from ...device import memory_budget_for
 from ...errors import ConfigError
+from ...execute import CommDtypeLike
 from ...layout import Layout, Mesh, Placement, ShardedMatrix, coordinates, length
 from ...matrices import MatrixOptions, check_matrices
 from ...ortho import Scheme, SchemeLike, resolve_scheme, scheme_for
@@ -44,7 +45,7 @@ class MuonOptions:
     """The options of ``Muon`` that shape a plan, with their defaults, and the dtype of the weights."""
 
     replicas: str = "auto"
-    comm_dtype: torch.dtype | None = None
+    comm_dtype: CommDtypeLike = None
     scheme: SchemeLike = "auto"
     ns_steps: int = 5
     memory_budget: int | None = None  # None: what a job on the machine chooses
@@ -185,7 +186,7 @@ class SimulatedStage:
             several_nodes=plan.options.nodes is not None,
             weight=options.param_dtype.itemsize,
             momentum=(options.momentum_dtype or torch.float32).itemsize,
-            wire=max((param.itemsize for param in plan.params), default=4),
+            wire=max((param.wire.itemsize for param in plan.params), default=4),
         )
         muon, adamw = _local_sizes(planned, muon=True), _local_sizes(planned, muon=False)
         peers = count_peers(plan)

@@ -9,7 +9,7 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from meshmuon.execute import list_kernels
+from meshmuon.execute import int8_kernels, list_kernels
 from tests.support.kernel_compiler import resources_of
 
 CAPABILITIES = (80, 89, 90, 100, 120)
@@ -18,11 +18,15 @@ TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "bits": "i32"}
 
 
 def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, object]:
-    kernel = getattr(list_kernels, f"_{name.removeprefix('guarded ')}_kernel")
+    kernel = (
+        getattr(int8_kernels, f"{name}_kernel")
+        if "int8" in name
+        else getattr(list_kernels, f"_{name.removeprefix('guarded ')}_kernel")
+    )
     constants: dict[str, object] = {
         "width": 31,
-        "tile_rows": 1 if dense else 32,
-        "tile_cols": 2048 if dense else 64,
+        "tile_rows": 1 if dense else 16 if "int8" in name else 32,
+        "tile_cols": 2048 if dense else 128 if "int8" in name else 64,
         "dense": dense,
     }
     for argument in kernel.arg_names:
@@ -58,3 +62,6 @@ if __name__ == "__main__":
         for kernel_capability in CAPABILITIES:
             for is_dense in (True, False):
                 print(json.dumps(compile_kernel(kernel_name, kernel_capability, dense=is_dense)), flush=True)
+    for kernel_name in ("to_int8", "from_int8"):  # whose tiles are never dense
+        for kernel_capability in CAPABILITIES:
+            print(json.dumps(compile_kernel(kernel_name, kernel_capability, dense=False)), flush=True)

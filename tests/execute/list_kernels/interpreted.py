@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshmuon.execute import elementwise, rounding
+from meshmuon.execute import elementwise, int8, rounding
+from meshmuon.execute.int8_kernels import Int8ListKernels
 from meshmuon.execute.list_kernels import ListKernels
 
 SPECIAL = (
@@ -107,6 +108,33 @@ def test_momentum_and_look_ahead_have_the_bits_of_the_twin(
     assert all_same(momenta, expected)
     assert all_same(views, [view.to(wire) for view in wide])
     lists.rest_is_untouched()
+
+
+@slow
+@given(st.data(), st.sampled_from(FLOATS), st.booleans())
+def test_int8_has_the_bits_of_the_twin(data: st.DataObject, dtype: torch.dtype, special: bool) -> None:
+    """Quanta and scales begin at any byte; widths have short blocks, of one element too, and begin inside of a block."""
+    generator, views, twins = torch.Generator().manual_seed(data.draw(st.integers(0, 99))), [], []
+    for cols in data.draw(st.lists(st.sampled_from([1, 3, 127, 128, 129, 300]), min_size=1, max_size=3)):
+        first, rows = data.draw(st.sampled_from([0, 0, 100])), data.draw(st.integers(1, 20))
+        numbers = torch.randn(2, rows, cols + 3, generator=generator)[..., :cols]
+        if special:
+            at = torch.randint(0, numbers.size(1), (len(SPECIAL),), generator=generator)
+            numbers[0, at, torch.arange(len(SPECIAL)) % cols] = torch.tensor(SPECIAL)
+        numbers = numbers.to(dtype)
+        for made in (views, twins):
+            memory = torch.full((numbers.numel() * 4 + 64,), 55, dtype=torch.int8)
+            quanta = memory[1 : 1 + numbers.numel()].view(numbers.shape)
+            blocks = int8.blocks_in(cols, first)
+            scales = memory[1 + numbers.numel() :][: 4 * rows * blocks].view(2, rows, 2 * blocks)
+            made.append((memory, int8.Int8View(numbers.clone(), quanta, scales, first)))
+    kernels = Int8ListKernels()
+    kernels.quantise([view for _, view in views])
+    elementwise.Elementwise().quantise([view for _, view in twins])
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(views, twins, strict=True))
+    kernels.dequantise([view for _, view in views])
+    elementwise.Elementwise().dequantise([view for _, view in twins])
+    assert all_same([view.numbers for _, view in views], [view.numbers for _, view in twins])
 
 
 @slow

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.execute import elementwise
+from meshmuon.execute.int8 import Int8View
 from meshmuon.execute.rounding import Elements
 
 from .recorder import recorder
@@ -80,6 +81,20 @@ class TwinListKernels:
 
         self._launch(sources, targets, compute)
 
+    def quantise(self, views: Sequence[Int8View]) -> None:
+        def compute() -> None:
+            elementwise.Elementwise().quantise(_host_views(views))
+
+        written = [tensor for view in views for tensor in (view.quanta, view.scales)]
+        self._launch([view.numbers for view in views], written, compute)
+
+    def dequantise(self, views: Sequence[Int8View]) -> None:
+        def compute() -> None:
+            elementwise.Elementwise().dequantise(_host_views(views))
+
+        read = [tensor for view in views for tensor in (view.quanta, view.scales)]
+        self._launch(read, [view.numbers for view in views], compute)
+
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         def compute() -> None:
             (targets,), ((flag,),) = _host(tensors), _host([mask])
@@ -111,6 +126,10 @@ class TwinListKernels:
 
 def _value(scalar: float | Tensor) -> float | Tensor:
     return _host([scalar])[0][0] if isinstance(scalar, Tensor) else scalar
+
+
+def _host_views(views: Sequence[Int8View]) -> list[Int8View]:
+    return [Int8View(*_host([view.numbers, view.quanta, view.scales])[0], view.first) for view in views]
 
 
 def _host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -157,6 +157,14 @@ def test_sizes_in_either_case(capsys: pytest.CaptureFixture[str], text: str) -> 
     assert facts["options"]["memory_budget"] == facts["step"]["tokens_per_step"] == 2**19
 
 
+@pytest.mark.parametrize(("hardware", "says"), [("gb300", "about 33.00 s"), ("h100", "not predicted"), ("cpu", "")])
+def test_a_first_step_on_a_gpu_compiles(capsys: pytest.CaptureFixture[str], hardware: str, says: str) -> None:
+    text = plan(capsys, "--module", "tests.tools.cli.test_plan:build", "--mesh", "dp_shard=2", "--hardware", hardware)
+    lines = [line for line in text.splitlines() if "first step" in line]
+    assert len(lines) == bool(says)
+    assert not lines or says in lines[0]
+
+
 def test_one_of_anything_is_singular(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, "--module", "tests.tools.cli.test_plan:build", "--mesh", "dp_shard=1", "--hardware", "cpu")
     assert "1 rank on 1 node\n" in text

@@ -1,0 +1,88 @@
+"""int8 on the wire: every layout that sends ends with the bits of the reference path on one device, which rounds in the same way.
+
+Blocks have 3 or 4 elements in most of these tests, so that small matrices have several, and layouts cut them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshmuon import ConfigError, Muon
+from meshmuon.execute import buffers, int8
+from meshmuon.plan import NO_WAVE, wire
+from tests.dist.test_cases import GENERATE, Drawn
+from tests.support.cases import Held, held_by, place, sharded, single
+from tests.support.counting import counted
+from tests.support.random_layouts import cases
+from tests.support.tensors import local, same
+from tests.support.threads import run_threads
+
+DTYPES = [
+    torch.int8,
+    (torch.bfloat16, torch.int8),
+    (torch.int8, torch.bfloat16),
+    (None, torch.int8),
+    (torch.int8, None),
+    (torch.float64, torch.int8),
+]
+
+
+@contextmanager
+def blocks_of(size: int) -> Iterator[None]:
+    with patch.object(wire, "BLOCK", size), patch.object(int8, "BLOCK", size), patch.object(buffers, "BLOCK", size):
+        yield
+
+
+def exact(dtypes: Any) -> bool:
+    """Whether the reference path rounds all that the wire rounds."""
+    return not any(dtype is torch.bfloat16 for dtype in (dtypes if isinstance(dtypes, tuple) else (dtypes,)))
+
+
+@settings(max_examples=25, phases=GENERATE, deadline=None)
+@given(cases(steps=3), st.sampled_from(DTYPES), st.sampled_from([3, 4, 128]))
+def test_any_case_has_the_bits_of_the_rounding_reference_path(drawn: Drawn, dtypes: Any, block: int) -> None:
+    case, layouts, replica_group = drawn
+    options = {**case.options, "comm_dtype": dtypes}
+    case = replace(case, options=options, threads=1, divided=replica_group)
+    held: Held = run_threads(layouts.world, lambda rank: held_by(case, layouts.build()))
+
+    def main(rank: int) -> list[Any]:
+        meshes, steps, moves = layouts.build(), list[Any](), dict[int, set[bool]]()
+
+        def watch(optimizer: Muon) -> None:
+            try:
+                names = [param.name for param in optimizer.plan().params]
+            except ConfigError:  # all steps so far were skipped
+                return
+            for task in optimizer.plan().tasks:
+                moves.setdefault(int(names[task.param].split(".")[1]), set()).add(task.wave != NO_WAVE)
+            if not case.spoilt:
+                steps.append((optimizer.plan(), sent.watch(optimizer)))
+
+        values, states, _ = sharded(case, meshes, held, watch=watch)
+        for k, param in enumerate(case.params):
+            expected = rounded if moves.get(k) == {True} else plain
+            if moves.get(k) == {False} or (moves.get(k) == {True} and exact(dtypes)) or not param.muon:
+                same(values[k], local(place(case, meshes, k, expected[0][k])), f"parameter {k}")
+            if param.muon and "momentum_buffer" in rounded[1][k]:
+                whole = place(case, meshes, k, rounded[1][k]["momentum_buffer"])
+                same(states[k]["momentum_buffer"], local(whole), f"momentum {k}")
+        return steps
+
+    with blocks_of(block):
+        plain = single(case, held)
+        rounded = single(replace(case, options={**options, "reference_path": True}, prepares=False), held)
+        with counted() as sent:
+            ranks = run_threads(layouts.world, main)
+        remembers = any(name in str(options["rule"]).lower() for name in ("normuon", "drag"))
+        if ranks[0] and not remembers:  # rule state, which the plan does not count
+            for rank in range(len(ranks)):
+                sent.check(rank)  # that it sends the bytes of its plan, scales included

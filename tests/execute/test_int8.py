@@ -1,0 +1,209 @@
+"""The quantiser: blocks of 128 elements of a row, a scale of bfloat16 each, the same bits wherever a block lies."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meshmuon.execute import rounding
+from meshmuon.execute.int8 import blocks_in, dequantise, quantise, round_to_int8, scales_shape
+from meshmuon.execute.rounding import RandomWords, elements_held
+from meshmuon.plan import BLOCK
+
+TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+def quantised(numbers: Tensor, first: int = 0, words: RandomWords | None = None) -> tuple[Tensor, Tensor]:
+    quanta = torch.empty(numbers.shape, dtype=torch.int8)
+    scales = torch.empty(scales_shape(numbers.shape, first), dtype=torch.bfloat16)
+    quantise(numbers, quanta, scales, first, words)
+    return quanta, scales
+
+
+def restored(numbers: Tensor, first: int = 0) -> Tensor:
+    out = torch.empty(numbers.shape)
+    dequantise(*quantised(numbers, first), out, first)
+    return out
+
+
+def words_for(*shape: int, count: int = 0) -> RandomWords:
+    held = [((0, size),) for size in shape]
+    return RandomWords.of(torch.tensor([7, count]), elements_held(shape, held, torch.device("cpu")).hashed())
+
+
+def seeded(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def scale_of(amax: float) -> Fraction:
+    """The smallest number of bfloat16 from ``amax`` / 127 in float32 on, by search."""
+    least = (torch.tensor(amax) / torch.tensor(127.0)).item()
+    bits = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    return Fraction(bits[bits.float() >= least * (1 - 2**-24)][0].item())
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_scales_and_quanta_are_those_of_exact_arithmetic(size: float) -> None:
+    numbers = seeded(3, 300) * size
+    quanta, scales = quantised(numbers)
+    for row in range(3):
+        for block in range(3):
+            of_block = numbers[row, block * BLOCK : (block + 1) * BLOCK]
+            scale = scale_of(of_block.abs().max().item())
+            assert Fraction(scales[row, block].item()) == scale
+            exact = [round(Fraction(number) / scale) for number in of_block.tolist()]  # of two nearest, the even one
+            assert quanta[row, block * BLOCK : (block + 1) * BLOCK].tolist() == exact
+    assert torch.equal(restored(numbers), quanta.float() * scales.float().repeat_interleave(BLOCK, 1)[:, :300])
+
+
+def test_halves_go_to_the_even_integer() -> None:
+    halves = torch.arange(-127, 128, dtype=torch.float32)[:BLOCK] + 0.5
+    halves[0] = -127.0  # the scale is 1
+    assert torch.equal(restored(halves[None])[0], halves.round())
+
+
+@given(cols=st.integers(1, 400), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_tensor_of_whole_blocks_gets_the_bits_of_the_matrix(cols: int, data: st.DataObject) -> None:
+    numbers = seeded(4, cols)
+    quanta, scales = quantised(numbers)
+    starts = list(range(0, cols, BLOCK))
+    start = data.draw(st.sampled_from(starts))
+    stop = min(cols, start + BLOCK * data.draw(st.integers(1, 4)))
+    part, part_scales = quantised(numbers[1:3, start:stop].t().contiguous().t(), first=start)
+    assert torch.equal(part, quanta[1:3, start:stop])
+    assert torch.equal(part_scales, scales[1:3, start // BLOCK : start // BLOCK + blocks_in(stop - start)])
+
+
+@given(cols=st.integers(1, 400), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_cut_of_the_quanta_is_restored_with_the_scales_of_the_blocks_it_touches(cols: int, data: st.DataObject) -> None:
+    numbers = seeded(3, cols)
+    quanta, scales = quantised(numbers)
+    first = data.draw(st.integers(0, cols - 1))
+    stop = data.draw(st.integers(first + 1, cols))
+    touched = scales[:, first // BLOCK :][:, : blocks_in(stop - first, first)]
+    out = torch.empty(3, stop - first)
+    dequantise(quanta[:, first:stop], touched, out, first)
+    assert torch.equal(out, restored(numbers)[:, first:stop])
+    assert blocks_in(stop - first, first) == (stop - 1) // BLOCK - first // BLOCK + 1
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_company_and_chunks_do_not_change_a_bit(stochastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = seeded(2, 5, 200)
+    words = words_for(2, 5, 200) if stochastic else None
+    whole = quantised(numbers, words=words)
+    monkeypatch.setattr(rounding, "_CHUNK", {"cpu": 300})
+    chunked = quantised(numbers, words=words)
+    assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
+
+
+def test_zeros_and_tiny_numbers() -> None:
+    numbers = torch.zeros(4, BLOCK)
+    numbers[1, :4] = torch.tensor([TINY, -TINY, TINY / 4, 0.75 * TINY])  # two of them are subnormal
+    numbers[2, :3] = torch.tensor([100.4 * TINY, 2.0**-149, -0.0])
+    numbers[3, :2] = torch.tensor([1e-30, 1e-40])
+    out = restored(numbers)
+    assert quantised(numbers)[1].float()[:3].flatten().tolist() == [TINY] * 3
+    assert not out[0].any()
+    assert not out[2, 2:].signbit().any()
+    assert (out[1, :4] / TINY).tolist() == [1, -1, 0, 1]
+    assert (out[2, :3] / TINY).tolist() == [100, 0, 0]
+    assert out[3, 0].item() == pytest.approx(1e-30, rel=0.005)
+    assert out[3, 1] == 0
+
+
+def test_huge_numbers_stay_finite() -> None:
+    numbers = torch.tensor([[HUGE, -HUGE, HUGE / 2, 1.0] * 32])
+    out = restored(numbers)
+    assert out.isfinite().all()
+    assert out[0, :3].tolist() == pytest.approx([HUGE, -HUGE, HUGE / 2], rel=0.008)
+    quanta, _ = quantised(numbers, words=words_for(1, BLOCK))
+    assert quanta.min() == -127
+    assert quanta.max() == 127
+
+
+@pytest.mark.parametrize("flaw", [math.nan, math.inf, -math.inf])
+def test_a_block_that_is_not_finite_comes_back_as_nan(flaw: float) -> None:
+    numbers = seeded(3, 3 * BLOCK)
+    clean = restored(numbers)
+    numbers[1, BLOCK + 5] = flaw
+    quanta, scales = quantised(numbers)
+    out = restored(numbers)
+    assert scales[1, 1].view(torch.int16) == 0x7FC0
+    assert out[1, BLOCK : 2 * BLOCK].isnan().all()
+    assert not quanta[1, BLOCK : 2 * BLOCK].any()
+    out[1, BLOCK : 2 * BLOCK] = clean[1, BLOCK : 2 * BLOCK]
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_are_read_as_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    numbers = seeded(4, 200).to(dtype)
+    expected = restored(numbers.float())
+    round_to_int8(numbers)
+    assert torch.equal(numbers, expected.to(dtype))
+
+
+def test_stochastic_rounding_has_an_exact_mean_and_keeps_integers() -> None:
+    numbers = torch.linspace(-3, 3, 512)[None].clone()
+    numbers[0, ::BLOCK] = 127.0  # the scale of every block is 1
+    total = torch.zeros(512, dtype=torch.float64)
+    for count in range(400):
+        quanta, scales = quantised(numbers, words=words_for(1, 512, count=count))
+        assert scales.eq(1).all()
+        assert quanta[0, ::BLOCK].eq(127).all()
+        assert ((quanta - numbers).abs() < 1).all()
+        total += quanta[0]
+    error = total / 400 - numbers[0].double()
+    assert error.abs().max() < 0.15
+    assert abs(error.mean().item()) < 0.005
+    integers = torch.arange(BLOCK, dtype=torch.float32)[None]
+    assert torch.equal(quantised(integers, words=words_for(1, BLOCK))[0].float(), integers)
+
+
+def test_the_error_is_that_of_half_a_step() -> None:
+    numbers = seeded(64, 1024)
+    steps = numbers.abs().view(64, -1, BLOCK).amax(-1, keepdim=True) / 127 * (1 + 2**-7)
+    assert ((restored(numbers) - numbers).abs().view(64, -1, BLOCK) <= steps / 2).all()
+
+
+def polar_factor(matrix: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left @ right
+
+
+def with_spectrum(values: Tensor, cols: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    sides = (torch.randn(size, len(values), generator=generator, dtype=torch.float64) for size in (len(values), cols))
+    left, right = (torch.linalg.qr(side)[0] for side in sides)
+    return (left * values) @ right.T
+
+
+SPECTRA = {
+    "flat": (torch.ones(256), 0.0075),
+    "log-spaced from 1e-2": (torch.logspace(0, -2, 256), 0.07),
+    "spiked": (torch.cat([torch.ones(8), torch.full((248,), 0.02)]), 0.06),
+    "1/k": (1 / torch.arange(1, 257), 0.08),
+    "log-spaced from 1e-3": (torch.logspace(0, -3, 256), 0.37),
+}
+"""Singular values, and how far the polar factor of the rounded matrix may be from that of the matrix, relative to its norm."""
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_error_of_the_orthogonalised_result(name: str) -> None:
+    """In float64, so that it is the same everywhere. Power-of-two scales, or 7 bits, would exceed the bounds."""
+    values, bound = SPECTRA[name]
+    matrix = with_spectrum(values.double(), 512)
+    exact = polar_factor(matrix)
+    error = float((polar_factor(restored(matrix).double()) - exact).norm() / exact.norm())
+    assert bound / 3 < error < bound
+    returned = float((restored(exact).double() - exact).norm() / exact.norm())
+    assert 0.004 < returned < 0.0075
