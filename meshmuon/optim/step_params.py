@@ -141,7 +141,7 @@ def _refer_to(entry: Mapping[str, Any], step_param: StepParam, *, kept: bool = T
     if kept:
         step_param.momentum_buffer = entry[param_state.MOMENTUM]
         step_param.momentum_scales = None if step_param.blocks is None else entry[param_state.SCALES]
-        step_param.rule_state = [entry[key] for key in step_param.memories]
+        step_param.rule_state = [entry[key] for key in step_param.memories] if step_param.rules else ()
     step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
 
 
