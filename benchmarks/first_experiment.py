@@ -84,7 +84,7 @@ class UpdateMeter:
     def _update(self, name: str, lr: float) -> Tensor:
         update = (self._before[name] * (1 - lr * DECAY) - self.matrices[name].detach()) / lr
         if name.endswith("in_proj_weight"):  # queries, keys and values: three matrices
-            return update.unflatten(0, (3, -1))
+            return update.view(3, -1, update.shape[1])
         return update.flatten(1) if update.ndim == 4 else update
 
 

@@ -88,7 +88,8 @@ class Residual(nn.Module):
         self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(F.relu(self.norm2(self.conv1(F.relu(self.norm1(x))))))
+        added: Tensor = self.conv2(F.relu(self.norm2(self.conv1(F.relu(self.norm1(x))))))
+        return x + added
 
 
 class ConvNet(nn.Module):

@@ -81,14 +81,16 @@ def prepare(args: argparse.Namespace) -> tuple[Setting, Runtime]:
 def places(args: argparse.Namespace, setting: Setting, stack: ExitStack) -> tuple[Path, Checkpoints | None]:
     """The folder of the report, an unfinished run's if there is one to go on with, and the checkpoints if they are kept."""
     if not args.checkpoint_every:
-        if args.checkpoint_dir is not None:
-            raise ValueError("--checkpoint-dir without --checkpoint-every: say after how many steps to write a checkpoint")
+        for flag in ("--checkpoint-dir", "--stop-after"):
+            if getattr(args, flag[2:].replace("-", "_")) is not None:
+                raise ValueError(f"{flag} without --checkpoint-every: say after how many steps to write a checkpoint")
         return new_folder(args.out), None
-    if args.checkpoint_dir is not None:
-        checkpoints = stack.enter_context(opened(args.checkpoint_dir, args.checkpoint_every, setting.options))
-        return new_folder(args.out), checkpoints
-    folder = unfinished_run(args.out, options.contenders(args), setting.options) or new_folder(args.out)
-    return folder, stack.enter_context(opened(folder / FOLDER, args.checkpoint_every, setting.options))
+    folder, root = None, args.checkpoint_dir
+    if root is None:
+        folder = unfinished_run(args.out, options.contenders(args), setting.options) or new_folder(args.out)
+        root = folder / FOLDER
+    checkpoints = stack.enter_context(opened(root, args.checkpoint_every, setting.options))
+    return folder or new_folder(args.out), replace(checkpoints, stop_after=args.stop_after)
 
 
 def with_rates(args: argparse.Namespace, setting: Setting, runtime: Runtime) -> Setting:
@@ -194,7 +196,7 @@ def conclude(stop: Exception | KeyboardInterrupt | None, headline: str, folder: 
         print(f"\nerror: {stop}\nWhat was done so far: {folder / 'report.md'}{more}", file=sys.stderr)
         return 1
     if stop is not None:
-        print(f"\nStopped by Ctrl-C; the report covers what was done.{more}")
+        print(f"\nStopped by {str(stop) or 'Ctrl-C'}; the report covers what was done.{more}")
     print(f"\n{headline}\nReport: {folder / 'report.md'}")
     return INTERRUPTED if stop is not None else 0
 

@@ -69,10 +69,11 @@ class SavedRun:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Where the checkpoints of a run are kept, and after how many steps each."""
+    """Where the checkpoints of a run are kept, after how many steps each, and after which one the run stops."""
 
     root: Path
     every: int
+    stop_after: int | None = None
 
     def newest(self, name: str, runtime: Runtime) -> SavedRun | None:
         """The newest complete checkpoint of a contender, the same on every process; None for a fresh start.
@@ -92,10 +93,14 @@ class Checkpoints:
         run.result.resumed.append(ResumePoint(run.result.steps_done, run.runtime.world_size))
 
     def after_step(self, run: Run) -> None:
-        """Write a checkpoint if one is due; at the end of a run one always is."""
-        done = run.result.steps_done
-        if done % self.every and run.result.status != "finished":
-            return
+        """Write a checkpoint if one is due; at the end of a run and before a stop one always is."""
+        done, finished = run.result.steps_done, run.result.status == "finished"
+        if finished or done % self.every == 0 or done == self.stop_after:
+            self._write(run, done)
+        if done == self.stop_after and not finished:
+            raise KeyboardInterrupt("--stop-after")
+
+    def _write(self, run: Run, done: int) -> None:
         path = self.root / run.result.name / f"step-{done:06d}"
         unfinished = path.with_name(path.name + UNFINISHED)
         problem: str | None = None

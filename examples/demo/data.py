@@ -74,10 +74,11 @@ def load_corpus(root: Path, valid_fraction: float) -> Corpus:
             f"{len(files)} files below {root} and none of them fell on the {side} side: "
             "change --valid-fraction or give more files"
         )
-    return Corpus(_read(root, train_files), _read(root, valid_files), train_files, valid_files)
+    return Corpus(read_files(root, train_files), read_files(root, valid_files), train_files, valid_files)
 
 
-def _read(root: Path, names: tuple[str, ...]) -> Tensor:
+def read_files(root: Path, names: tuple[str, ...]) -> Tensor:
+    """The bytes of these files, one after the other."""
     text = FILE_SEPARATOR.join((root / name).read_bytes() for name in names)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ CLIP_RUNS = ("unclipped", "clipped")
 TITLES = {name: contender.title for name, contender in CONTENDERS.items()}
 
 
-WIRES = {"int8": torch.int8, "int8-scatter": (None, torch.int8)}
+WIRES: dict[str, Any] = {"int8": torch.int8, "int8-scatter": (None, torch.int8)}
 """What is sent as int8: all, or updates alone."""
 
 
@@ -80,6 +81,7 @@ class OptimizerConfig:
     cautious: bool = False
     rounding: Rounding = "nearest"
     wire: str | None = None
+    momentum_dtype: str | None = None
     qk_threshold: float | None = None
 
 
@@ -122,6 +124,7 @@ def _muon(contender: Contender, model: GPT, config: OptimizerConfig) -> Muon:
             rounding=config.rounding,
             comm_dtype=None if config.wire is None else WIRES[config.wire],
             reference_path=config.wire is not None and not dist.is_initialized(),  # which rounds in one process, too
+            momentum_dtype=None if config.momentum_dtype is None else getattr(torch, config.momentum_dtype),
             clip_config=clip_config,
             metrics=EVERY,
         )

@@ -18,6 +18,7 @@ from demo.train import SCHEDULES, TrainConfig
 
 SCHEMES = ("auto", "polar_express", "keller", "zolotarev", "hybrid", "halley")
 ROUNDINGS = ("nearest", "stochastic")
+MOMENTUM_DTYPES = ("float32", "bfloat16", "int8")
 RULES = ("plain", "normuon", "muon_plus", "muoneq")
 ADAMW_LR, ADAMW_WEIGHT_DECAY = 2e-3, 1.0
 # Without QK-norm and at four times the best lr of the sweep attention logits pass the threshold within the first 30 steps and
@@ -90,6 +91,12 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=whole(1), default=250, help="steps of each run")
     group.add_argument("--batch-size", type=whole(1), default=16, help="sequences per step, over all processes")
+    group.add_argument(
+        "--microbatches",
+        type=whole(1),
+        help="parts in which a batch is computed, over all processes (default: one per process); with 2, one process and two "
+        "processes of as many threads give the same bits where --grad-clip is 0",
+    )
     group.add_argument("--warmup-steps", type=whole(0), help="steps of lr warm-up (default: 20, fewer in short runs)")
     group.add_argument("--schedule", choices=SCHEDULES, default="linear", help="lr decay after the warm-up")
     group.add_argument(
@@ -129,6 +136,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         help="folder of the checkpoints (default: checkpoints/ in the folder of the run, where an unfinished run with "
         "the same options is looked for first)",
     )
+    group.add_argument("--stop-after", type=whole(1), help="stop as by Ctrl-C once a run has a checkpoint after so many steps")
 
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:
@@ -190,6 +198,7 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         "--rounding", choices=ROUNDINGS, default=ROUNDINGS[0], help="how meshmuon rounds --weights bfloat16 after a step"
     )
     group.add_argument("--wire", choices=tuple(WIRES), help="what meshmuon sends as int8; one process rounds as if it sent")
+    group.add_argument("--momentum-dtype", choices=MOMENTUM_DTYPES, help="of meshmuon's momentum (default: that of the weights)")
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
@@ -224,6 +233,7 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
         eval_every=args.eval_every,
         eval_windows=args.eval_windows,
         seed=args.seed,
+        microbatches=args.microbatches,
     )
 
 
@@ -242,6 +252,7 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         cautious=args.cautious,
         rounding=args.rounding,
         wire=args.wire,
+        momentum_dtype=args.momentum_dtype,
         qk_threshold=getattr(args, "qk_threshold", None),  # the sweep has no such flag
     )
 
@@ -269,6 +280,10 @@ def runtime(args: argparse.Namespace) -> Runtime:
         nproc = int(os.environ["WORLD_SIZE"])
     if args.batch_size % nproc:
         raise ValueError(f"--batch-size {args.batch_size} does not divide over {nproc} processes: change it or --nproc")
+    if args.microbatches and (args.microbatches % nproc or args.batch_size % args.microbatches):
+        raise ValueError(
+            f"--microbatches {args.microbatches} must divide by {nproc} processes, and --batch-size {args.batch_size} by it"
+        )
     rank = int(os.environ.get("RANK", "0")) if nproc > 1 else 0
     if name == "cuda" and nproc > 1:
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"

@@ -30,7 +30,10 @@ class NonFiniteLossError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """Length, batch and schedule of a run; the same for every optimizer."""
+    """Length, batch and schedule of a run; the same for every optimizer.
+
+    `microbatches` is the number of equal parts, over all processes, in which a batch is computed; None is one per process.
+    """
 
     steps: int
     batch_size: int
@@ -40,6 +43,7 @@ class TrainConfig:
     eval_every: int
     eval_windows: int
     seed: int
+    microbatches: int | None = None
 
 
 @dataclass(slots=True)
@@ -184,18 +188,17 @@ class Run:
             result.status = "finished"
 
     def _step(self, step: int) -> None:
-        tokens, targets = self._on_device(self.batches.batch(step, self.runtime.rank, self.runtime.world_size))
+        parts = self._parts(step)
         scale = lr_scale(step, self.config)
         for group, peak in zip(self.optimizer.param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * scale
         start = self._now()
         with self._watching():
-            loss = self.model.loss(tokens, targets)
-        torch.autograd.backward(loss)
+            losses = [self._backward(part, len(parts)) for part in parts]
         if self.config.grad_clip > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         # The loss is read before the weights change: a diverged run must not step on non-finite gradients.
-        value = self._finite(mean([loss.item()], self.runtime)[0], f"training loss at step {step + 1}")
+        value = self._finite(mean([sum(losses) / len(losses)], self.runtime)[0], f"training loss at step {step + 1}")
         before_optimizer = self._now()
         self._update(step)
         end = self._now()
@@ -204,6 +207,18 @@ class Run:
         self.result.train_loss.append(value)
         self.result.step_seconds.append(end - start)
         self.result.optimizer_seconds.append(end - before_optimizer)
+
+    def _parts(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """This process's microbatches, in the order of the rows."""
+        rank, world = self.runtime.rank, self.runtime.world_size
+        count = (self.config.microbatches or world) // world
+        return [self._on_device(self.batches.batch(step, rank * count + part, world * count)) for part in range(count)]
+
+    def _backward(self, part: tuple[Tensor, Tensor], parts: int) -> float:
+        """Adds the gradients of a microbatch, one of `parts` equal ones, and returns its loss."""
+        loss = self.model.loss(*part)
+        torch.autograd.backward(loss / parts)
+        return loss.item()
 
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext() if self.logits is None else self.logits.collecting()

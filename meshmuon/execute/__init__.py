@@ -3,6 +3,7 @@
 from .data_parallel import DataParallelExecutor
 from .elementwise import Elementwise
 from .executor import Executor, StepExecutor
+from .int8_momentum import Int8Momentum, MomentumBlocks
 from .reference import ReferenceExecutor
 from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .settings import CommDtype, CommDtypeLike, ExecutorSettings
@@ -29,7 +30,9 @@ __all__ = [
     "Elementwise",
     "Executor",
     "ExecutorSettings",
+    "Int8Momentum",
     "MatrixKey",
+    "MomentumBlocks",
     "Observer",
     "RandomWords",
     "ReferenceExecutor",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, WaveHops, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
-from .buffers import PlacedTransfers, RelayMemory, Stage, Staging, offsets_of
+from .buffers import RelayMemory, Stage, Staging, offsets_of
 from .local_batch import STAGED_IN_FLIGHT, LocalBatch, StagedBatch
 from .ortho_batch import MATRICES, OrthoBatch
 from .program_builder import MatrixBatch, MatrixRange, ProgramBuilder, batch_size, gathers, scatters
@@ -19,7 +19,7 @@ from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shards import MomentumViews, ShardView, UpdateViews
 from .wave import RankWave, Wave
 from .weight_sums import WeightSums, new_table
-from .wire_copies import FromInt8, ToInt8, Way, beside_wire, owned_batch, rounds_in_passing, unrounded_buffer
+from .wire_copies import FromInt8, ToInt8, Way, beside_wire, owned_batch, rounds_in_passing, unrounded_buffer, update_views
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 """Where staged batches are orthogonalised, in turns."""
@@ -217,7 +217,7 @@ class RankProgramBuilder(ProgramBuilder):
                 *scatter.of_dtype(shards, results), scatters(routes_of_rank), relayed(direction="scatter")
             ),
             restoring=restoring,
-            update_views=self._update_views(k, *received),
+            update_views=update_views(self, k, *received),
             frees=frees,
             fallible=any(self.step_params[param].fallible for param in params),
             repeated=self.repeated,
@@ -226,18 +226,3 @@ class RankProgramBuilder(ProgramBuilder):
             beside=self.plan.first_sends_last,
             sends_last=self.plan.first_sends_last and k == 0,
         )
-
-    def _update_views(self, wave: int, placed: PlacedTransfers, buffer: Tensor) -> UpdateViews:
-        """The views of a wave's updates. The table of sums has a row for each of its tasks whose rules ask for them."""
-        tasks = (t for t, task in enumerate(self.plan.tasks) if task.wave == wave and self.step_params[task.param].scales)
-        rows, shards = {task: row for row, task in enumerate(tasks)}, list[ShardView]()
-        for transfer, offset in placed:
-            of_piece = self.piece_views([(transfer, offset)], buffer)
-            if (row := rows.get(transfer.task)) is not None:
-                holdings = self.plan.tasks[transfer.task].sharded.holdings
-                counted = self.rank == next(rank for rank in transfer.piece.holders if rank in holdings)
-                of_piece = [replace(shard, rows=slice(row, row + 1), counted=counted) for shard in of_piece]
-            shards += of_piece
-        template, slot = self.lane_template(wave), self.momentum_slot(wave % self.plan.options.in_flight)
-        sums = WeightSums(new_table(len(rows), template.param.device), template.work_device) if rows else None
-        return UpdateViews(shards, self.step_params, RoundingScratch(self.workspace, "rounding beside"), slot, sums)

@@ -10,17 +10,18 @@ where a trial shows that all elements are rounded in the same way; elsewhere it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache, reduce
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import compress
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..device import copy_to
-from ..errors import KernelError
-from .int8 import Int8View, dequantise, quantise
+from .int8 import dequantise_views, quantise_views
+from .int8_momentum import Int8Momentum
 from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
 
 Tensors: TypeAlias = "list[Tensor]"
@@ -28,8 +29,21 @@ Tensors: TypeAlias = "list[Tensor]"
 Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
 """For each tensor that is rounded stochastically, its counter and its elements, hashed."""
 
-OldMomenta: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
-"""Momenta, and copies of what they were before the step."""
+
+@dataclass(frozen=True, slots=True)
+class OldMomenta:
+    """Momenta, and copies of what they were before the step. Where they are in int8, both are quanta, and scales beside them."""
+
+    momenta: list[Tensor]
+    before: list[Tensor]
+    scales: list[Tensor] = field(default_factory=list)  # (rows, blocks) each
+    scales_before: list[Tensor] = field(default_factory=list)
+
+    def chosen(self, selectors: Sequence[bool]) -> OldMomenta:
+        """Those of some of the shards."""
+        lists = self.momenta, self.before, self.scales, self.scales_before
+        return OldMomenta(*(list(compress(tensors, selectors)) for tensors in lists))
+
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
@@ -145,6 +159,25 @@ class Elementwise:
     accumulate = staticmethod(accumulate)
     fill = staticmethod(fill_with_momentum)
 
+    def fill_int8(
+        self,
+        views: Tensors | None,
+        grads: Tensors,
+        momenta: Sequence[Int8Momentum],
+        retain: float | Tensor,
+        momentum: float | None,
+        gain: float = 1.0,
+    ) -> None:
+        """As ``fill``, or as ``accumulate`` without views, with momenta in int8: they are rounded after the views are filled."""
+        for k, (grad, buffer) in enumerate(zip(grads, momenta, strict=True)):
+            numbers = buffer.numbers()
+            before = numbers.clone() if isinstance(retain, Tensor) else None  # a device that must skip the step retains 1
+            if views is None:
+                accumulate([numbers], [grad], retain, gain)
+            else:
+                fill_with_momentum([views[k]], [grad], [numbers], retain, momentum, gain)
+            buffer.store(numbers, None if before is None else numbers != before)
+
     def apply(
         self,
         params: list[Tensor],
@@ -165,24 +198,17 @@ class Elementwise:
         before = [param.clone() for param in params] if old_momenta else []
         apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
         if old_momenta:
-            for now, old, stays in zip([*params, *old_momenta[0]], [*before, *old_momenta[1]], finite * 2, strict=True):
-                now.copy_(torch.where(stays, now, old))
+            of_rows = first_columns(finite[: len(old_momenta.scales)], old_momenta.scales)
+            now, old = [*params, *old_momenta.momenta, *old_momenta.scales], old_momenta.before + old_momenta.scales_before
+            for target, value, stays in zip(now, before + old, [*finite, *finite, *of_rows], strict=True):
+                target.copy_(torch.where(stays, target, value))
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         """Copies each source to its target."""
         torch._foreach_copy_(targets, sources)
 
-    def quantise(self, views: Sequence[Int8View]) -> None:
-        """Writes the numbers of each view, which have one dtype and device, as int8."""
-        scratch = RoundingScratch()
-        for view in views:
-            quantise(view.numbers, view.quanta, view.scales, view.first, scratch=scratch)
-
-    def dequantise(self, views: Sequence[Int8View]) -> None:
-        """Writes the int8 of each view as numbers, which have one dtype and device."""
-        scratch = RoundingScratch()
-        for view in views:
-            dequantise(view.quanta, view.scales, view.numbers, view.first, scratch=scratch)
+    quantise = staticmethod(quantise_views)
+    dequantise = staticmethod(dequantise_views)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills tensors with ``value`` where ``mask``, on a device, broadcast and constant along rows, is not 0."""
@@ -201,128 +227,14 @@ class Elementwise:
         return ~torch.isfinite(torch.stack(ends)).all()
 
 
-class _Nothing(Elementwise):
-    """Leaves everything as it is."""
+def first_columns(tensors: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
+    """The first column of each tensor, with the shape of the scales of its rows, (rows, blocks).
 
-    accumulate = fill = apply = copy = quantise = dequantise = fill_if = lambda *_, **__: None  # type: ignore[assignment]
-
-
-_PLAIN = Elementwise()
-
-
-class FusedElementwise(Elementwise):
-    """One launch of a Triton kernel per list and combination of dtypes. Float64 and tensors in host memory are torch's.
-
-    ``fill`` rounds to the dtype of its views. ``compile`` raises KernelError if a kernel does not run on ``device``.
+    The update of a matrix that is not finite is NaN throughout: one of its columns tells for all.
     """
-
-    _plain: Elementwise = _PLAIN
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with self._kernel_errors():
-            from .int8_kernels import Int8ListKernels
-
-            self._kernels = Int8ListKernels()
-
-    def compile(self, work: Callable[[], object]) -> None:
-        self._plain, self._kernels.only_compiles = _Nothing(), self._kernel_errors
-        try:
-            work()
-        finally:
-            self._plain, self._kernels.only_compiles = _PLAIN, None
-
-    @contextmanager
-    def _kernel_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise KernelError(
-                f"kernels over lists of tensors do not run on {self._device}: {type(error).__name__}: {error}. If that cannot be "
-                'mended, pass kernels="torch".'
-            ) from error
-
-    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
-        for fused, (m, g) in _by_dtype(momenta, grads):
-            (self._kernels if fused else self._plain).accumulate(m, g, retain, gain)
-
-    def fill(
-        self, views: Tensors, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None, gain: float = 1.0
-    ) -> None:
-        for fused, (v, g, m) in _by_dtype(views, grads, momenta):
-            if fused:
-                self._kernels.fill(v, g, m, retain, momentum, gain)
-                continue
-            narrow = is_narrow(v[0].dtype)
-            wide = [torch.empty_like(view, dtype=torch.float32) for view in v] if narrow else v
-            self._plain.fill(wide, g, m, retain, momentum, gain)
-            if narrow:  # rounded once, as by the kernels
-                torch._foreach_copy_(v, wide)
-
-    def apply(
-        self,
-        params: list[Tensor],
-        updates: list[Tensor],
-        decay: float | Tensor,
-        rate: float | Tensor,
-        *,
-        cautious: bool = False,
-        counters: Counters | None = None,
-        scratch: RoundingScratch | None = None,
-        old_momenta: OldMomenta | None = None,
-    ) -> None:
-        ((fused, _), *others) = _by_dtype(params, updates, *(old_momenta or ()))
-        assert old_momenta or not others, "the parameters have one dtype, and so have the updates"
-        if not fused or others:
-            self._plain.apply(
-                params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch, old_momenta=old_momenta
-            )
-            return
-        hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
-        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, old_momenta=old_momenta)
-
-    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        for fused, (t, s) in _by_dtype(targets, sources):
-            (self._kernels if fused else self._plain).copy(t, s)
-
-    def quantise(self, views: Sequence[Int8View]) -> None:
-        (self._kernels if _is_fused(views[0].numbers) else self._plain).quantise(views)
-
-    def dequantise(self, views: Sequence[Int8View]) -> None:
-        (self._kernels if _is_fused(views[0].numbers) else self._plain).dequantise(views)
-
-    def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
-        for fused, (of_dtype,) in _by_dtype(tensors):
-            (self._kernels if fused else self._plain).fill_if(of_dtype, copy_to(mask, of_dtype[0].device), value)
-
-    def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-        device = tensors[0].device if device is None else device
-        flags, others = {device: torch.zeros(1, device=device)}, list[Tensor]()
-        for fused, (of_dtype,) in _by_dtype(tensors):
-            if fused:
-                place = of_dtype[0].device
-                if place not in flags:
-                    flags[place] = torch.zeros(1, device=place)
-                self._kernels.mark_nonfinite(of_dtype, flags[place])
-            else:
-                others += of_dtype
-        found = [flag[0] > 0 for flag in flags.values()] + ([_PLAIN.any_nonfinite(others, device)] if others else [])
-        return reduce(torch.logical_or, (copy_to(flag, device) for flag in found))
-
-
-_FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
-
-
-def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:
-    """The lists cut into such with one dtype and device each, and whether the kernels know them."""
-    groups: dict[Hashable, list[tuple[Tensor, ...]]] = {}
-    for tensors in zip(*lists, strict=True):
-        groups.setdefault(tuple((tensor.dtype, tensor.device) for tensor in tensors), []).append(tensors)
-    for members in groups.values():
-        place = members[0][0].device
-        fused = all(_is_fused(tensor) and tensor.device == place for tensor in members[0])
-        yield fused, [list(of_list) for of_list in zip(*members, strict=True)]
-
-
-def _is_fused(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and tensor.dtype in _FUSED
+    columns = []
+    for tensor, rows in zip(tensors, scales, strict=True):
+        while tensor.dim() >= rows.dim():
+            tensor = tensor.select(-1, 0)
+        columns.append(tensor.unsqueeze(-1).expand(rows.shape))
+    return columns

@@ -15,10 +15,12 @@ from ..ortho import Workspace
 from ..plan import Action, Plan, pipeline_order
 from ..transport import Exchange
 from .build import RankProgram, RankProgramBuilder
-from .elementwise import Elementwise, FusedElementwise
+from .elementwise import Elementwise
+from .fused_elementwise import FusedElementwise
 from .local_batch import STAGED_IN_FLIGHT
 from .ortho_batch import joined_errors
 from .settings import ExecutorSettings
+from .shared_blocks import find_shared_scales
 from .step_param import UNOBSERVED, CheckedUpdates, Observer, RunningStep, StepParam
 from .weight_sums import reduce_tables
 
@@ -147,6 +149,7 @@ class Executor(StepExecutor):
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
         streams = self._streams or Streams()
+        find_shared_scales(RunningStep(step_params, idle))
         step = RunningStep(step_params, idle, observer, self._exchange, self.elementwise, streams, streams.main_mark())
         self._run(step, during_last_scatter)
         self.checked = step.checked

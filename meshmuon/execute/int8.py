@@ -9,6 +9,7 @@ bits that the whole matrix would get; who cuts a block must know the scale of th
   They may also be given as their bytes: int8, twice as many in the last dim, at any address.
 - ``dequantise(quanta, scales, out, first)`` is quanta · scale, which is exact in float32; ``out`` rounds to its dtype.
 - ``round_to_int8(numbers, first)`` is both in place: what arrives after a journey in int8.
+- ``scales_from(amax)`` and ``quanta_of(numbers, scales)`` are the halves of ``quantise``, for scales that are found elsewhere.
 
 The scale is amax/127 in float32, rounded up to bfloat16: the range of float32 in 2 bytes per 128 elements (1.6 %).
 A quantum is number/scale, rounded to the nearest integer, of two nearest to the even one; with random ``words``, to one of the
@@ -28,6 +29,7 @@ an element lies; so does the twin in ``list_kernels``.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +37,8 @@ import torch
 from torch import Tensor
 
 from ..device import known_to_host
-from ..plan import BLOCK, SCALE_BYTES
+from ..plan import BLOCK as BLOCK  # other rooms read both from here
+from ..plan import SCALE_BYTES as SCALE_BYTES
 from .rounding import RandomWords, RoundingScratch, chunks_of, noise_from
 
 SCALE_DTYPE = torch.bfloat16
@@ -70,6 +73,11 @@ def blocks_in(cols: int, first: int = 0) -> int:
     return -(-(first % BLOCK + cols) // BLOCK) if cols else 0
 
 
+def block_of(columns: Tensor) -> Tensor:
+    """The block of each column."""
+    return columns // BLOCK
+
+
 def scales_shape(shape: Sequence[int], first: int = 0) -> tuple[int, ...]:
     """Shape of the scales of a tensor of ``shape``."""
     return (*shape[:-1], blocks_in(shape[-1], first))
@@ -93,22 +101,31 @@ def quantise(
             if part.dtype != torch.float32:
                 part = scratch.take("wide", part.shape, torch.float32, part.device).copy_(part)
             ratios = scratch.take("ratios", part.shape, torch.float32, part.device)
-            scale = _scales(torch.abs(part, out=ratios).amax(-1))
-            torch.div(part, scale.unsqueeze(-1), out=ratios)
-            if noise is None:
-                ratios.add_(ROUNDS).sub_(ROUNDS)  # as ``round_``, and 20 times as fast
-            else:  # a multiple of 2⁻¹⁶ and a half of it: an integer stays what it is
-                ratios.add_(blocked(noise[..., cols]).float().add_(0.5).mul_(2.0**-16)).floor_()
-            target = blocked(quanta_rows[..., cols]).copy_(ratios.clamp_(-127, 127))
-            lost = torch.isnan(scale)
-            if not known_to_host(lost) or lost.any():
-                target.masked_fill_(lost.unsqueeze(-1), 0)  # a NaN may have become any integer
+            scale = scales_from(torch.abs(part, out=ratios).amax(-1))
+            of_part = None if noise is None else blocked(noise[..., cols])
+            blocked(quanta_rows[..., cols]).copy_(quanta_of(part, scale.unsqueeze(-1), of_part, ratios))
             # By its bits: what a NaN becomes in a conversion depends on the CPU.
             narrow = (scale.view(torch.int32) >> 16).to(torch.int16).view(SCALE_DTYPE)
             if scales.dtype == torch.int8:
                 scale_rows[..., _byte_range(blocks)] = narrow.view(torch.int8)
             else:
                 scale_rows[..., blocks] = narrow
+
+
+def quanta_of(numbers: Tensor, scales: Tensor, noise: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """The quanta of float32 ``numbers``, as float32: number/scale, rounded; with ``noise``, 16 random bits each, stochastically.
+
+    Broadcast to them, ``scales`` are those of the whole blocks, in float32.
+    """
+    ratios = torch.div(numbers, scales, out=out)
+    if noise is None:
+        ratios.add_(ROUNDS).sub_(ROUNDS)  # as ``round_``, and 20 times as fast
+    else:  # a multiple of 2⁻¹⁶ and a half of it: an integer stays what it is
+        ratios.add_(noise.float().add_(0.5).mul_(2.0**-16)).floor_()
+    lost = torch.isnan(scales)
+    if not known_to_host(lost) or lost.any():
+        ratios.masked_fill_(lost, 0)  # a NaN may become any integer
+    return ratios.clamp_(-127, 127)
 
 
 def dequantise(quanta: Tensor, scales: Tensor, out: Tensor, first: int = 0, scratch: RoundingScratch | None = None) -> None:
@@ -126,6 +143,33 @@ def dequantise(quanta: Tensor, scales: Tensor, out: Tensor, first: int = 0, scra
                 target.copy_(numbers)
 
 
+def quantise_views(views: Sequence[Int8View]) -> None:
+    """Writes the numbers of each view, which have one dtype and device, as int8."""
+    scratch = _kept_scratch(views)
+    for view in views:
+        quantise(view.numbers, view.quanta, view.scales, view.first, scratch=scratch)
+
+
+def dequantise_views(views: Sequence[Int8View]) -> None:
+    """Writes the int8 of each view as numbers, which have one dtype and device."""
+    scratch = _kept_scratch(views)
+    for view in views:
+        dequantise(view.quanta, view.scales, view.numbers, view.first, scratch=scratch)
+
+
+_of_thread = threading.local()
+
+
+def _kept_scratch(views: Sequence[Int8View]) -> RoundingScratch:
+    """A CPU's, which each thread keeps: new memory costs more than the work in it. On a device, streams work at the same time."""
+    if not known_to_host(views[0].numbers):
+        return RoundingScratch()
+    if not hasattr(_of_thread, "scratch"):
+        _of_thread.scratch = RoundingScratch()
+    scratch: RoundingScratch = _of_thread.scratch
+    return scratch
+
+
 def round_to_int8(numbers: Tensor, first: int = 0, words: RandomWords | None = None) -> None:
     """Replaces ``numbers`` by what comes back from int8."""
     scratch = RoundingScratch()
@@ -139,7 +183,7 @@ def _byte_range(blocks: slice) -> slice:
     return slice(SCALE_BYTES * blocks.start, SCALE_BYTES * blocks.stop)
 
 
-def _scales(amax: Tensor) -> Tensor:
+def scales_from(amax: Tensor) -> Tensor:
     """The scale of each block, as float32 numbers of bfloat16, from its largest magnitude."""
     scale = (amax * PER_AMAX).clamp_(LEAST_SCALE, MOST_SCALE)
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-(1 << 16))  # up to the next number of bfloat16
@@ -147,8 +191,8 @@ def _scales(amax: Tensor) -> Tensor:
 
 
 def _cuts(tensor: Tensor) -> Iterator[tuple[slice, ...]]:
-    """Whole rows, as many at a time as a cache holds."""
-    return chunks_of(tensor.shape[:-1], tensor.device, unit=tensor.shape[-1]) if tensor.numel() else iter(())
+    """Whole rows, as many at a time as a cache holds; four times the usual chunk, since the work has many small parts."""
+    return chunks_of(tensor.shape[:-1], tensor.device, unit=-(-tensor.shape[-1] // 4)) if tensor.numel() else iter(())
 
 
 def parts_of(cols: int, first: int) -> Iterator[tuple[slice, slice]]:

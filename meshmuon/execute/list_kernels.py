@@ -25,6 +25,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from torch import Tensor
 
 from ..device import copy_to
+from .int8 import BLOCK, LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS
 
 TILE = 2048
 """Elements of a tile."""
@@ -39,6 +40,9 @@ _OPERAND = tl.constexpr(1 + DIMS)
 # Constants of ``rounding``.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
+
+_PER_AMAX, _LEAST_SCALE = tl.constexpr(PER_AMAX), tl.constexpr(LEAST_SCALE)
+_MOST_SCALE, _ROUNDS = tl.constexpr(MOST_SCALE), tl.constexpr(ROUNDS)
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3, torch.int8: 3}
 """Dtypes that the kernels read and write, as they are told to the compiler."""
@@ -193,6 +197,92 @@ def _momentum_kernel(
 
 
 @_jit
+def _int8_momentum_kernel(
+    table: tl.tensor,
+    tensors: tl.tensor,
+    retain: tl.tensor,
+    momentum: tl.tensor,
+    gain: tl.tensor,
+    retain_in_memory: tl.constexpr,
+    scales: tl.constexpr,
+    looks_ahead: tl.constexpr,
+    fills: tl.constexpr,
+    block: tl.constexpr,
+    kind_0: tl.constexpr,
+    kind_2: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_cols: tl.constexpr,
+    dense: tl.constexpr,
+) -> None:
+    # Operands: gradient, quanta; if it fills, where the result goes; the first scale of each row, which the others follow. A
+    # tile has whole blocks. The arithmetic is that of ``int8``.
+    blocks: tl.constexpr = tile_cols // block
+    last: tl.constexpr = 3 if fills else 2
+    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
+    scale_cols = tl.min(cols, axis=0) // block + tl.arange(0, blocks)
+    has_block = tl.max(tl.reshape(inside.to(tl.int32), (tile_rows, blocks, block)), axis=2) > 0
+    scale_address, scale_offsets = _offsets(entry, last, i0, i1, i2, scale_cols, False)
+    scale_offsets += scale_cols[None, :]
+    old_scale = _read(scale_address, scale_offsets, has_block, 1, False)
+    address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
+    grad = _read(address, offsets, inside, kind_0, dense)
+    if scales:
+        grad = grad * gain
+    quanta_address, quanta_offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
+    old = _read(quanta_address, quanta_offsets, inside, 3, dense).to(tl.float32) * _of_elements(old_scale, block)
+    buffer = old * _scalar(retain, retain_in_memory) + grad
+    if fills:
+        address, offsets = _offsets(entry, 2, i0, i1, i2, cols, dense)
+        _write(address, offsets, inside, buffer * momentum + grad if looks_ahead else buffer, None, kind_2, dense)
+    buffer = tl.where(inside, buffer, 0.0)
+    largest = tl.max(tl.reshape(tl.abs(buffer), (tile_rows, blocks, block)), axis=2)
+    lost = tl.max(tl.reshape((buffer - buffer != 0).to(tl.int32), (tile_rows, blocks, block)), axis=2) > 0
+    scale = tl.minimum(tl.maximum(largest * _PER_AMAX, _LEAST_SCALE), _MOST_SCALE)
+    scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
+    if retain_in_memory:  # a step that may be skipped: a block that has not changed might change in being rounded
+        changed = tl.max(tl.reshape((inside & (buffer != old)).to(tl.int32), (tile_rows, blocks, block)), axis=2) > 0
+        scale = tl.where(changed, scale, old_scale)
+    divisor = tl.where(lost, 1.0, tl.maximum(scale, _LEAST_SCALE))
+    ratio = tl.div_rn(buffer, _of_elements(divisor, block))
+    ratio = tl.minimum(tl.maximum((ratio + _ROUNDS) - _ROUNDS, -127.0), 127.0)
+    ratio = tl.where(_of_elements(lost.to(tl.float32), block) > 0, 0.0, ratio)
+    _write(quanta_address, quanta_offsets, inside, ratio, None, 3, dense)
+    _write(scale_address, scale_offsets, has_block, tl.where(lost, float("nan"), scale), None, 1, False)
+
+
+@_jit
+def _of_elements(numbers: tl.tensor, block: tl.constexpr) -> tl.tensor:
+    # From a number for each block, (rows, blocks), to one for each element.
+    rows: tl.constexpr = numbers.shape[0]
+    blocks: tl.constexpr = numbers.shape[1]
+    return tl.reshape(tl.broadcast_to(numbers[:, :, None], (rows, blocks, block)), (rows, blocks * block))
+
+
+@_jit
+def _restore_kernel(
+    table: tl.tensor,
+    tensors: tl.tensor,
+    kind_0: tl.constexpr,
+    kind_1: tl.constexpr,
+    width: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_cols: tl.constexpr,
+    dense: tl.constexpr,
+) -> None:
+    # Operands: what becomes what it was where the update is not finite, what it was, and the update.
+    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
+    address, offsets = _offsets(entry, 2, i0, i1, i2, cols, False)
+    update = _read(address, offsets, inside, kind_1, False)
+    lost = inside & (update - update != 0)
+    if tl.max(tl.max(lost.to(tl.int32), axis=1), axis=0) > 0:
+        address, offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
+        before = _read(address, offsets, inside, kind_0, dense)
+        address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
+        _write(address, offsets, lost, before, None, kind_0, dense)
+
+
+@_jit
 def _rounded(numbers: tl.tensor, kind: tl.constexpr) -> tl.tensor:
     if kind == 1:
         bits = numbers.to(tl.int32, bitcast=True)
@@ -334,13 +424,16 @@ class ListTable:
     """The table of a list of tensors on one device, and how a kernel is launched over it.
 
     ``operands`` has one list per operand; tensors at the same place have the same shape. The last ``broadcast`` ones are read
-    element by element. With ``by_rows``, a row of a tile is the innermost dim of a tensor, which is at most ``TILE`` long.
+    element by element. With ``by_rows``, a row of a tile is the innermost dim of a tensor, which is at most ``TILE`` long. With
+    ``block``, a tile has whole blocks of so many elements of the innermost dim.
     """
 
-    def __init__(self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0, *, by_rows: bool = False) -> None:
-        rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors, by_rows=by_rows)]
+    def __init__(
+        self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0, *, by_rows: bool = False, block: int = 0
+    ) -> None:
+        rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors, by_rows=by_rows or block > 0)]
         inner = max((row[DIMS - 1] for row in rows), default=1)
-        self.tile_cols = min(TILE, triton.next_power_of_2(inner))
+        self.tile_cols = min(TILE, triton.next_power_of_2(max(inner, block)))
         self.tile_rows = TILE // self.tile_cols
         numbers: list[int] = []
         self.tiles = 0
@@ -350,8 +443,10 @@ class ListTable:
             self.tiles += across * -(-outer // self.tile_rows)
         self.tensors = len(rows)
         self.width = 2 + DIMS + len(operands) * (1 + DIMS)
-        as_bytes = any(tensors[0].dtype == torch.int8 for tensors in operands)  # at any address
-        self.dense = not as_bytes and all(_is_dense(row, len(operands) - broadcast) for row in rows)
+        vectors = operands[: len(operands) - broadcast]
+        bytes_each = min((tensor.itemsize for tensors in vectors for tensor in tensors), default=2)
+        as_bytes = not block and any(tensors[0].dtype == torch.int8 for tensors in operands)  # at any address
+        self.dense = not as_bytes and all(_is_dense(row, len(vectors), max(8, 16 // bytes_each)) for row in rows)
         device = operands[0][0].device
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
@@ -408,11 +503,14 @@ def _rows(tensors: Sequence[Tensor], *, by_rows: bool = False) -> list[list[int]
     return [row]
 
 
-def _is_dense(row: Sequence[int], operands: int) -> bool:
-    """Whether the first operands of a row can move in vectors of 16 bytes: elements adjacent, lines at multiples of them."""
+def _is_dense(row: Sequence[int], operands: int, vector: int) -> bool:
+    """Whether the first operands of a row can move in vectors of 16 bytes: elements adjacent, lines at multiples of them.
+
+    ``vector`` is the number of elements of which all have 16 bytes or more.
+    """
     places = [row[at : at + 1 + DIMS] for at in range(DIMS, DIMS + operands * (1 + DIMS), 1 + DIMS)]
-    return row[DIMS - 1] % 8 == 0 and all(
-        address % 16 == 0 and inner == 1 and all(stride % 8 == 0 for stride in outer) for address, *outer, inner in places
+    return row[DIMS - 1] % vector == 0 and all(
+        address % 16 == 0 and inner == 1 and all(stride % vector == 0 for stride in outer) for address, *outer, inner in places
     )
 
 
@@ -426,9 +524,10 @@ class ListKernels:
         # If set, kernels are launched over tables without elements, inside of this context.
         self.only_compiles: Callable[[], AbstractContextManager[None]] | None = None
 
-    def _table(self, *operands: Sequence[Tensor], broadcast: int = 0, by_rows: bool = False) -> ListTable:
-        key = len(operands), broadcast, by_rows, *((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
-        table = self._tables.pop(key, None) or ListTable(operands, broadcast, by_rows=by_rows)
+    def _table(self, *operands: Sequence[Tensor], broadcast: int = 0, by_rows: bool = False, block: int = 0) -> ListTable:
+        places = ((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
+        key = len(operands), broadcast, by_rows, block, *places
+        table = self._tables.pop(key, None) or ListTable(operands, broadcast, by_rows=by_rows, block=block)
         self._tables[key] = table  # the last one used is the last one in the dict
         if len(self._tables) > self.MOST_TABLES:
             del self._tables[next(iter(self._tables))]
@@ -468,6 +567,37 @@ class ListKernels:
             kind_1=_KINDS[momenta[0].dtype],
             kind_2=_KINDS[momenta[0].dtype if views is None else views[0].dtype],
         )
+
+    def fill_int8(
+        self,
+        views: Sequence[Tensor] | None,
+        grads: Sequence[Tensor],
+        momenta: tuple[Sequence[Tensor], Sequence[Tensor]],
+        retain: float | Tensor,
+        momentum: float | None,
+        gain: float = 1.0,
+    ) -> None:
+        """As ``fill``, with momenta in int8: quanta (…, columns), and their scales (…, blocks), adjacent in each row."""
+        quanta, scales = momenta
+        first = [rows[..., :1].expand(tensor.shape) for rows, tensor in zip(scales, quanta, strict=True)]
+        operands = (grads, quanta, first) if views is None else (grads, quanta, views, first)
+        self._launch(
+            self._table(*operands, broadcast=1, block=BLOCK),
+            _int8_momentum_kernel,
+            *_as_arguments(retain, 1.0 if momentum is None else momentum, gain),
+            retain_in_memory=isinstance(retain, Tensor),
+            scales=gain != 1,
+            looks_ahead=momentum is not None,
+            fills=views is not None,
+            block=BLOCK,
+            kind_0=_KINDS[grads[0].dtype],
+            kind_2=_KINDS[torch.float32 if views is None else views[0].dtype],
+        )
+
+    def restore(self, targets: Sequence[Tensor], before: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
+        """Makes targets what they were before where updates, which may be broadcast, are not finite."""
+        kinds = {"kind_0": _KINDS[targets[0].dtype], "kind_1": _KINDS[updates[0].dtype]}
+        self._launch(self._table(targets, before, updates, broadcast=1), _restore_kernel, **kinds)
 
     def apply(
         self,

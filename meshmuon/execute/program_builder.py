@@ -157,7 +157,10 @@ class ProgramBuilder:
         It is one shard view, or a few if the parts of a fused weight take turns.
         """
         step_param = self.step_params[matrix_range.part_index]
-        return self._cut(matrix_range, local_part(step_param.param), self._windows[matrix_range.part_index], view)
+        shards = self._cut(matrix_range, local_part(step_param.param), self._windows[matrix_range.part_index], view)
+        if (blocks := step_param.blocks) is not None:
+            shards = [replace(shard, blocks=blocks.of_shard(step_param.matrix_set, shard.cut)) for shard in shards]
+        return shards
 
     def rule_state_views(self, matrix_range: MatrixRange, view: Tensor, memory: int) -> list[ShardView]:
         """The same for the rule state of ``matrix_range``; ``memory`` counts the rules that remember."""

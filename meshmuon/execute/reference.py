@@ -25,6 +25,7 @@ from .int8 import round_to_int8
 from .ortho_batch import BatchMemory, OrthoBatch
 from .rounding import Elements
 from .shards import ShardView, grouped, store_rule_state
+from .shared_blocks import BlockMaxima, store_scales, whole_momentum
 from .step_param import UNOBSERVED, Observer, RunningStep, StepParam
 from .views import window_of
 from .weight_sums import Factors, add_products, new_table, sums_of
@@ -73,7 +74,9 @@ class ReferenceExecutor(StepExecutor):
         first, observer = step.params[parts[0]], step.observer
         if not has_part(first.param):
             return
-        momentum, settings = local_part(first.momentum).clone(), first.settings
+        settings = first.settings
+        before = local_part(first.momentum) if first.blocks is None else whole_momentum(first).numbers()
+        momentum = before.clone()
         with observer.phase("momentum"):
             update = first.momentum.to(first.update_dtype, copy=True)
             look_ahead = settings.momentum if settings.nesterov else None
@@ -104,9 +107,15 @@ class ReferenceExecutor(StepExecutor):
             store_rule_state([ShardView(parts[0], None, own_shard(numbers, stored), memory=k)], step)
         for k in parts:
             self._apply(step.params[k], full, observer)
+        changed = momentum != before if isinstance(settings.retain, Tensor) else None
         if self.settings.guarded:  # a matrix whose update is not finite is NaN throughout, and keeps weights and momentum
-            momentum = torch.where(own_shard(full, first.param).isnan(), local_part(first.momentum), momentum)
-        local_part(first.momentum).copy_(momentum)
+            keeps = own_shard(full, first.param).isnan()
+            momentum, changed = torch.where(keeps, before, momentum), ~keeps if changed is None else changed & ~keeps
+        if first.blocks is None:
+            local_part(first.momentum).copy_(momentum)
+        else:
+            store_scales([BlockMaxima.of([first], momentum, changed)])
+            replace(whole_momentum(first), old_scales=first.old_scales).store(momentum)
 
     def _batch(self, step_param: StepParam, k: int, name: str) -> OrthoBatch:
         """All matrices of a part, eager."""

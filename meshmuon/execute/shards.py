@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import compress
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from ..device import copy_to
 from ..torch_compat import local_part, local_parts
 from .elementwise import OldMomenta
+from .int8_momentum import Int8Momentum, ShardBlocks
 from .rounding import RoundingScratch
 from .step_param import MatrixKey, RunningStep, StepParam
 from .views import Cut, cut_out
@@ -41,6 +41,7 @@ class ShardView:
     view: Tensor  # in a buffer, with the shape of the cut
     matrix: int = 0  # number of its matrix in the whole parameter; of the first one, if it has several
     gradient: Tensor | None = None  # of these elements, where it is not in the gradient of the parameter
+    blocks: ShardBlocks | None = None  # of its momentum, if that is in int8
     memory: int = 0  # of rule state: which of the rules that remember has it
     rows: slice | None = None  # its matrices in the ``WeightSums``; None if its rules do not ask for any
     counted: bool = True  # whether this rank adds it up there, and not another one that holds a replica
@@ -78,14 +79,20 @@ class MomentumViews:
         for sent, groups in ((True, self._sent), (False, self._unsent)):
             for shards in filter(None, (_without(shards, step.idle) for shards in groups)):
                 first = step.params[shards[0].part_index]
-                momenta = _momenta(shards, step)
+                momenta, scales = _momenta(shards, step), _scales(shards, step.params)
                 if first.fallible:
                     fallible += [(shard.key, buffer, buffer.clone()) for shard, buffer in zip(shards, momenta, strict=True)]
+                    fallible += [(shard.key, now, old.clone()) for shard, (now, old) in zip(shards, scales, strict=False)]
                 settings, gradients = first.settings, _gradients(shards, step)
-                if sent:
-                    coefficient = settings.momentum if settings.nesterov else None
-                    views = [shard.view for shard in shards]
-                    step.elementwise.fill(views, gradients, momenta, settings.retain, coefficient, settings.gain)
+                views, factors = (
+                    [shard.view for shard in shards],
+                    (settings.momentum if settings.nesterov else None, settings.gain),
+                )
+                if scales:
+                    in_int8 = list(map(_int8_momentum, shards, momenta, scales))
+                    step.elementwise.fill_int8(views if sent else None, gradients, in_int8, settings.retain, *factors)
+                elif sent:
+                    step.elementwise.fill(views, gradients, momenta, settings.retain, *factors)
                 else:
                     step.elementwise.accumulate(momenta, gradients, settings.retain, settings.gain)
         return fallible
@@ -126,6 +133,8 @@ class UpdateViews:
         for shard in shards if slot is not None else ():
             if (momentum := step_params[shard.part_index].momentum_buffer) is not None:
                 sizes[momentum.dtype, momentum.device] += shard.view.numel()
+                for scales, _ in _scales([shard], step_params):
+                    sizes[scales.dtype, scales.device] += scales.numel()
         for (dtype, device), size in sizes.items():
             self._scratch.take(f"momentum {slot}", (size,), dtype, device)
 
@@ -133,13 +142,23 @@ class UpdateViews:
         """Copies of the momenta before the step, for ``apply``; None if updates are not guarded."""
         if self._slot is None:
             return None
-        momenta = [_momenta(_without(shards, step.idle), step) for shards in self._groups]
+        shards = [_without(shards, step.idle) for shards in self._groups]
+        momenta, scales = (
+            [_momenta(of_group, step) for of_group in shards],
+            [_scales(of_group, step.params) for of_group in shards],
+        )
+        copied = [buffer for buffers in momenta for buffer in buffers] + [old for pairs in scales for _, old in pairs]
         before = dict[Tensor, Tensor]()
-        for of_dtype in grouped((buffer for buffers in momenta for buffer in buffers), lambda buffer: buffer.dtype):
+        for of_dtype in grouped(copied, lambda buffer: buffer.dtype):
             copies = self._scratch.take_like(f"momentum {self._slot}", of_dtype, of_dtype[0].dtype)
             step.elementwise.copy(copies, of_dtype)
             before |= zip(of_dtype, copies, strict=True)
-        return [(buffers, [before[buffer] for buffer in buffers]) for buffers in momenta]
+        return [
+            OldMomenta(
+                buffers, [before[buffer] for buffer in buffers], [now for now, _ in pairs], [before[old] for _, old in pairs]
+            )
+            for buffers, pairs in zip(momenta, scales, strict=True)
+        ]
 
     def apply(
         self, step: RunningStep, failed: AbstractSet[MatrixKey] = NONE_FAILED, old_momenta: Sequence[OldMomenta] | None = None
@@ -156,8 +175,7 @@ class UpdateViews:
             if not shards:
                 continue
             if of_group is not None and failed:
-                stay = [shard.key not in failed for shard in _without(group, step.idle)]
-                of_group = list(compress(of_group[0], stay)), list(compress(of_group[1], stay))
+                of_group = of_group.chosen([shard.key not in failed for shard in _without(group, step.idle)])
             first = step.params[shards[0].part_index]
             settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
             counters = None if first.counter is None else [step.params[shard.part_index].counted(shard.cut) for shard in shards]
@@ -228,6 +246,24 @@ def _gradients(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
 
 def _momenta(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
     return _cuts(shards, [step.params[shard.part_index].momentum for shard in shards])
+
+
+def _scales(shards: Sequence[ShardView], params: Sequence[StepParam]) -> list[tuple[Tensor, Tensor]]:
+    """Of each shard whose momentum is in int8, all of a param group or none: its scales, and what they were before the step."""
+    pairs = []
+    for shard in shards:
+        step_param = params[shard.part_index]
+        if shard.blocks is not None and step_param.blocks is not None and step_param.momentum_scales is not None:
+            place = step_param.matrix_set.stack_dims, shard.cut, shard.blocks.of_matrix
+            now, old = step_param.blocks.scales_of(local_part(step_param.momentum_scales), *place), step_param.old_scales
+            pairs.append((now, now if old is None else step_param.blocks.scales_of(old, *place)))
+    return pairs
+
+
+def _int8_momentum(shard: ShardView, quanta: Tensor, scales: tuple[Tensor, Tensor]) -> Int8Momentum:
+    assert shard.blocks is not None
+    now, before = scales
+    return Int8Momentum(quanta, now, shard.blocks, None if before is now else before)
 
 
 def _weights(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:

@@ -18,6 +18,7 @@ from ..plan import BatchItem
 from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange
 from .elementwise import Elementwise
+from .int8_momentum import MomentumBlocks
 from .rounding import Elements
 from .settings import FULL_PRECISION, CommDtype
 from .settings import ExecutorSettings as ExecutorSettings  # where pickled optimizers look for it
@@ -58,6 +59,11 @@ class StepParam:
     rules: tuple[UpdateRule, ...] = ()  # applied before and after orthogonalising, in this order
     rule_state: Sequence[Tensor] = ()  # for each rule that remembers, its numbers, laid out like the parameter
     counter: Tensor | None = None  # key and count of the random bits of stochastic rounding; None for rounding to nearest
+    momentum_scales: Tensor | None = None  # of momentum in int8; None for any other, and between steps
+    old_scales: Tensor | None = (
+        None  # those of before the step, on this rank, where ``momentum_scales`` had to be found before all else
+    )
+    blocks: MomentumBlocks | None = None  # of momentum in int8
     elements: Elements | None = None  # the elements of the whole parameter that this rank holds, hashed; None without a counter
 
     @property

@@ -19,8 +19,11 @@ from .buffers import PlacedPiece, PlacedTransfers, int8_views, offsets_of, strid
 from .int8 import SCALE_DTYPE, Int8View, scales_shape
 from .ortho_batch import OrthoBatch
 from .program_builder import MatrixBatch, ProgramBuilder
+from .rounding import RoundingScratch
+from .shards import ShardView, UpdateViews
 from .step_param import RunningStep
 from .wave import NO_COPIES, Copies, CopyPairs, OwnedBatch
+from .weight_sums import WeightSums, new_table
 from .wire import LaneWire, size_on_wire
 
 Places: TypeAlias = "Sequence[tuple[PlacedTransfers, Tensor]]"
@@ -177,3 +180,19 @@ def owned_batch(
         unpack=unpacking(arrived, ortho_batch.stacked, in_int8 if wire.by_owner else None),
         pack=packing(leaving, ortho_batch.stacked, in_int8),
     )
+
+
+def update_views(builder: ProgramBuilder, wave: int, placed: PlacedTransfers, buffer: Tensor) -> UpdateViews:
+    """The views of a wave's updates. The table of sums has a row for each of its tasks whose rules ask for them."""
+    tasks = (t for t, task in enumerate(builder.plan.tasks) if task.wave == wave and builder.step_params[task.param].scales)
+    rows, shards = {task: row for row, task in enumerate(tasks)}, list[ShardView]()
+    for transfer, offset in placed:
+        of_piece = builder.piece_views([(transfer, offset)], buffer)
+        if (row := rows.get(transfer.task)) is not None:
+            holdings = builder.plan.tasks[transfer.task].sharded.holdings
+            counted = builder.rank == next(rank for rank in transfer.piece.holders if rank in holdings)
+            of_piece = [replace(shard, rows=slice(row, row + 1), counted=counted) for shard in of_piece]
+        shards += of_piece
+    template, slot = builder.lane_template(wave), builder.momentum_slot(wave % builder.plan.options.in_flight)
+    sums = WeightSums(new_table(len(rows), template.param.device), template.work_device) if rows else None
+    return UpdateViews(shards, builder.step_params, RoundingScratch(builder.workspace, "rounding beside"), slot, sums)

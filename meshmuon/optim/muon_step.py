@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -182,7 +182,8 @@ class MuonStep(torch.optim.Optimizer):
             compared = extra if gpu is None else f"{extra}, {gpu_bits(gpu)}"
             return [f"{text}, {compared}" for text in hyperparameters_of(self._groups)]
 
-        without_state, states = [k for k in self._collector.without_state if self._keeps(step.records[k])], self.state
+        without_state = [k for k in self._collector.without_state if self._keeps(step.records[k])]
+        states: Mapping[Tensor, Any] = self.state
         prepared_plan = None if step.only_prepares and without_state else self._executor.plan
         if self._only_prepared:  # its zeros are no state: if another rank has loaded some, this one has lost its own
             with_grad = (ParamIndex(k) for k, has_grad in enumerate(step.has_grad) if has_grad)

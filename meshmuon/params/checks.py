@@ -173,6 +173,14 @@ def check_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
         )
 
 
+def check_momentum_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
+    """A dtype to compute in, int8 or None."""
+    dtype = options[name]
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in (*FLOAT_DTYPES, torch.int8)):
+        names = ", ".join(map(str, FLOAT_DTYPES))
+        raise ConfigError(f"{where}: {name}={shown(dtype)} must be one of {names}, torch.int8, or None.")
+
+
 def check_comm_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
     """A dtype for the wire, or two: to the owners, and back."""
     given = options[name]

@@ -34,19 +34,23 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
     return local if sharded is None else dtensor_like(sharded, local)
 
 
-def zeros_laid_out_like(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros of another shape, with the mesh and placements of ``param``."""
+def zeros_laid_out_like(
+    param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, placements: Sequence[Any] | None = None
+) -> Tensor:
+    """Zeros of another shape, on the mesh of ``param``, with its placements or others."""
     sharded = as_dtensor(param)
     if sharded is None:
         return torch.zeros(shape, dtype=dtype, device=param.device)
     from torch.distributed.tensor import DTensor
 
-    local = torch.zeros(_own_layout(sharded, shape).local_shape(dist.get_rank()), dtype=dtype, device=param.device)
+    placements = sharded.placements if placements is None else tuple(placements)
+    local_shape = _own_layout(sharded, shape, placements).local_shape(dist.get_rank())
+    local = torch.zeros(local_shape, dtype=dtype, device=param.device)
     no_memory = torch.empty(local.shape, dtype=dtype, device="meta")
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     # The local part is put in afterwards: ``from_local`` would copy one that is in host memory to the mesh's devices.
     empty = DTensor.from_local(
-        no_memory, sharded.device_mesh, sharded.placements, run_check=False, shape=torch.Size(shape), stride=stride
+        no_memory, sharded.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
     return dtensor_like(empty, local)
 
@@ -232,14 +236,20 @@ def held_ranges(param: Tensor) -> tuple[Ranges, ...]:
     sharded, shape = as_dtensor(param), tuple(param.shape)
     if sharded is None:
         return tuple(((0, size),) if size else () for size in shape)
-    return _own_layout(sharded, shape).held_ranges(dist.get_rank())
+    return _own_layout(sharded, shape, sharded.placements).held_ranges(dist.get_rank())
 
 
-def _own_layout(param: DTensor, shape: tuple[int, ...]) -> Layout:
-    """The layout of a tensor of ``shape`` that is placed like ``param``, on that slice of the mesh which this rank is in."""
+def own_layout(param: Tensor) -> tuple[Layout | None, int]:
+    """The layout of a parameter, None for a plain tensor, and the rank of which ``held_ranges`` of it are asked."""
+    sharded = as_dtensor(param)
+    return (None, 0) if sharded is None else (_own_layout(sharded, tuple(param.shape), sharded.placements), dist.get_rank())
+
+
+def _own_layout(param: DTensor, shape: tuple[int, ...], placements: Sequence[Any]) -> Layout:
+    """The layout of a tensor of ``shape`` with these placements, on that slice of the mesh of ``param`` which this rank is in."""
     rank, meshes = dist.get_rank(), siblings(param.device_mesh)
     mesh = next((mesh for mesh in meshes if rank in mesh.ranks), meshes[0])
-    return Layout(shape, mesh, known_placements("", param.placements, len(shape)))
+    return Layout(shape, mesh, known_placements("", placements, len(shape)))
 
 
 def trailing_elements(param: DTensor, count: int) -> int:

@@ -42,6 +42,7 @@ from .checks import (
     check_eps,
     check_flag,
     check_lr,
+    check_momentum_dtype,
     check_optional_lr,
     check_replica_group,
     in_range,
@@ -246,8 +247,9 @@ _UPDATE = (
         "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; float16 "
         'parameters refuse ``"stochastic"``. See docs/optimizer.md.'
     ),
-    Option("momentum_dtype", None, _MUON, check_dtype, _VALUE).with_help(
-        "Dtype of new momentum buffers; by default the dtype of the parameter."
+    Option("momentum_dtype", None, _MUON, check_momentum_dtype, _VALUE).with_help(
+        "Dtype of new momentum buffers; by default the dtype of the parameter. ``torch.int8`` keeps one scale for every 128 "
+        "elements of a row, and converts momentum that there is; see docs/optimizer.md."
     ),
     # QKClip checks it.
     Option("clip_config", None, _WHOLE, None).with_help(

@@ -18,14 +18,27 @@ from ..device import known_to_host
 from ..errors import StateError
 from ..execute import RULE_STATE
 from ..matrices import without_wrappers
-from ..params.checks import check_dtype, shown
-from ..params.dtensors import as_dtensor, layout_text, same_placement, shard_place, shares_addresses
+from ..params.checks import check_dtype, check_momentum_dtype, shown
+from ..params.dtensors import as_dtensor, layout_text, shard_place, shares_addresses
 from ..params.groups import are_placeholders, check_group
 from ..params.option_table import ParamGroup, group_options
 from ..torch_compat import local_part
-from .param_state import COUNTER, MOMENTUM, NOT_STORED, can_fuse, check_kind, shapes_of
+from .param_state import (
+    COUNTER,
+    MOMENTUM,
+    NOT_STORED,
+    SCALES,
+    blocks_of,
+    can_fuse,
+    check_kind,
+    convert_momentum,
+    is_placed,
+    keeps_int8,
+    refuse_shared_blocks,
+    shapes_of,
+)
 
-_DTYPES = tuple(option.name for option in group_options() if option.check is check_dtype)  # stored by name
+_DTYPES = tuple(option.name for option in group_options() if option.check in (check_dtype, check_momentum_dtype))
 # Options that decide what a parameter's matrices are, and the rule. Loading other values than the optimizer has warns.
 _WHICH_MATRICES = tuple(option.name for option in group_options() if option.defines_matrices)
 _LISTED = 4  # names of a kind that an error lists
@@ -82,6 +95,8 @@ def fit(
                     f'empty state: state_dict["state"][{member.key!r}] = {{}}.'
                 )
             if entry is not _MISSING and entry:
+                if loaded["use_muon"]:
+                    _check_momentum_dtype(name, entry, options)
                 entry = _with_current_keys(entry, shapes_of(name, param, loaded))
                 _check_saved_state(name, param, entry, loaded)
                 fitted.state[number] = entry
@@ -316,7 +331,7 @@ def _with_current_keys(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int,
 
 
 def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
-    shapes = shapes_of(name, param, param_group)
+    shapes = shapes_of(name, param, param_group, param_state)
     if COUNTER not in param_state:  # counts from zero: the checkpoint rounded to nearest, or the parameter was frozen
         shapes.pop(COUNTER, None)
     if not all(key in param_state for key in shapes):
@@ -334,16 +349,30 @@ def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any],
             if readable and not 0 <= float(value) < math.inf:
                 raise StateError(f"{name}: its saved {key} is {float(value)}, it must be a count of steps.")
         elif key != COUNTER:
-            _check_tensor(name, param, key, value, shape)
+            _check_tensor(name, param, key, value, shape, is_placed(name, param, key, value, param_group))
+    if keeps_int8(param_group) and param_state[MOMENTUM].dtype != torch.int8:
+        refuse_shared_blocks(name, param, blocks_of(name, param, param_group))
 
 
-def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[int, ...]) -> None:
+def _check_momentum_dtype(name: str, param_state: Mapping[str, Any], saved_options: Mapping[str, Any]) -> None:
+    """Refuses momentum that was copied from int8 to floating point or the reverse, without its scales."""
+    said = str(saved_options.get("momentum_dtype")).removeprefix("torch.")
+    found = str(getattr(param_state.get(MOMENTUM), "dtype", None)).removeprefix("torch.")
+    if "momentum_dtype" in saved_options and (said == "int8") != (found == "int8"):
+        raise StateError(
+            f"{name} was saved with momentum_dtype={said}, but its momentum_buffer is in {found}: dcp.load has copied it into "
+            "the state of an optimizer with another momentum_dtype, which is wrong for int8. Build the optimizer with the "
+            "momentum_dtype of the checkpoint before loading, and set that of its groups afterwards to convert the momentum."
+        )
+
+
+def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[int, ...], placed: bool) -> None:
     if value.shape != shape:
         raise StateError(
             f"{name} has shape {tuple(param.shape)}, but its saved {key} has {tuple(value.shape)} instead of {shape}: "
             "it was saved from another model, or the parameters are in another order."
         )
-    if not same_placement(param, value):
+    if not placed:
         layouts = ["a plain tensor" if as_dtensor(tensor) is None else layout_text(name, tensor) for tensor in (param, value)]
         raise StateError(
             f"{name} is {layouts[0]}, its saved {key} is {layouts[1]}. load_state_dict takes state that is sharded like its "
@@ -355,7 +384,7 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[i
             "them there. Give it separate memory: clone(memory_format=torch.contiguous_format)."
         )
     here, saved = shard_place(param), shard_place(value)
-    if here != saved:
+    if not saved.items() <= here.items():  # scales may be replicated where their parameter is cut
         raise StateError(
             f"{name}: its saved {key} is the shard at {saved} of its mesh, this rank holds the shard at {here}. A file that one "
             "rank has saved with torch.save can be loaded by that rank only: load each rank's own file, or save with "
@@ -365,13 +394,15 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[i
 
 def restore(param_groups: Sequence[ParamGroup], state: Mapping[Tensor, dict[str, Any]], fitted: Fitted) -> None:
     """Corrects what torch has loaded: state keeps the dtype it was saved in, and ``step`` goes to the device that needs it."""
-    params = [(param, param_group) for param_group in param_groups for param in param_group["params"]]
-    for number, (param, param_group) in enumerate(params):
+    named = ((group, *pair) for group in param_groups for pair in zip(group["param_names"], group["params"], strict=True))
+    for number, (param_group, name, param) in enumerate(named):
         saved = fitted.state.get(number, {})
-        for name, value in saved.items():
-            ours = name in (MOMENTUM, COUNTER) or name.startswith(RULE_STATE)
-            if ours and isinstance(value, Tensor) and value.dtype != state[param][name].dtype:
-                state[param][name] = value.detach().clone().to(device=param.device)
+        for key, value in saved.items():
+            ours = key in (MOMENTUM, SCALES, COUNTER) or key.startswith(RULE_STATE)
+            if ours and isinstance(value, Tensor) and value.dtype != state[param][key].dtype:
+                state[param][key] = value.detach().clone().to(device=param.device)
+        if MOMENTUM in saved:
+            convert_momentum(state[param], name, param, param_group)
         if "step" in saved and not param_group["use_muon"]:
             step = torch.as_tensor(saved["step"], dtype=torch.float32).detach().clone()
             state[param]["step"] = step.reshape(()).to(param.device if can_fuse(local_part(param)) else "cpu")

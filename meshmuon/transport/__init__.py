@@ -1,7 +1,16 @@
 """The only part of the package that communicates."""
 
 from .agreement import Agreement, Vote
-from .collectives import all_gather_objects, averaged, broadcast, norm_device, reduce_largest, reduce_sum, swap_with
+from .collectives import (
+    all_gather_objects,
+    averaged,
+    broadcast,
+    norm_device,
+    reduce_largest,
+    reduce_over_axes,
+    reduce_sum,
+    swap_with,
+)
 from .exchange import Exchange, Pending
 from .groups import exchange_group, shared_group, turn_of, turns_of
 from .plain_data import sendable
@@ -21,6 +30,7 @@ __all__ = [
     "norm_device",
     "own_shard",
     "reduce_largest",
+    "reduce_over_axes",
     "reduce_sum",
     "sendable",
     "shared_group",

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from .failures import channels, named_phase, set_channel, wait_for
 from .groups import moves, timeout_of_group
 from .host_channel import HostChannel, PendingRounds, Rounds, open_channel
 from .plain_data import from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _T = TypeVar("_T")
 _votes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Tensor]] = weakref.WeakKeyDictionary()  # memory, by its length
@@ -63,6 +66,13 @@ def reduce_sum(tensor: Tensor, group: dist.ProcessGroup, *, phase: str, largest:
 def reduce_largest(tensor: Tensor, group: dist.ProcessGroup, *, phase: str = "reduction of the largest attention logits") -> None:
     """As ``reduce_sum``, with the maximum. There must be no NaN: what its maximum is depends on the backend."""
     reduce_sum(tensor, group, phase=phase, largest=True)
+
+
+def reduce_over_axes(values: Tensor, like: Tensor, axes: Sequence[int]) -> None:
+    """Replaces ``values`` by their maximum over the ranks along these axes of the mesh of ``like``; waits as ``reduce_sum``."""
+    for axis in axes:
+        group = cast("DTensor", like).device_mesh.get_group(axis)
+        reduce_largest(values, group, phase="reduction of the scales of int8 momentum")
 
 
 def start_maximum(words: tuple[int, ...], group: dist.ProcessGroup) -> PendingRounds[tuple[int, ...]]:

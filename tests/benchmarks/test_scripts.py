@@ -17,10 +17,13 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "agreement": ("--processes", "2"),
     "degrees": (),
     "demo_share": (),
+    "fine_tuning": (),
     "first_experiment": ("--tasks", "ViT", "ConvNet"),
     "launches": (),
+    "longer_run": ("--only", "muon", "--untimed"),
     "loss_by_rounding": (),
     "loss_by_wire": (),
+    "loss_by_momentum": (),
     "metrics": (),
     "orthogonalisation": ("--sizes", "16", "--ratios", "1", "4"),
     "predictions": ("--worlds", "1"),
@@ -54,6 +57,9 @@ def test_a_script_leaves_what_it_promises(script: str, tmp_path: Path) -> None:
     if script == "degrees":
         five = next(result for result in results["compared"] if result["quintics"] == 5)
         assert (five["cheapest"]["degrees"], five["cheapest"]["products"], five["products"]) == ([9, 17, 17], 14, 17)
+    elif script == "longer_run":
+        assert [goal["verdict"] for goal in facts["goals"]] == ["reached"], "other bits after a stretch on one process"
+        assert [(point["step"], point["processes"]) for point in results["runs"]["muon"]["resumed"]] == [(4, 1), (6, 2)]
     elif script == "first_experiment":
         for rms, _ in results["updates"].values():
             assert rms[0] == pytest.approx(1.0, abs=0.02), "AdamW's first step moves every entry by lr"

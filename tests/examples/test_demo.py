@@ -122,6 +122,8 @@ def test_divergence_is_a_clear_error(tiny: list[str], tmp_path: Path, capsys: py
         ("--data nowhere", "--data nowhere: no such folder"),
         ("--rounding stochastic", "--rounding stochastic is for bfloat16 weights: add --weights bfloat16"),
         ("--nproc 3", "--batch-size 4 does not divide over 3 processes"),
+        ("--microbatches 3", "--microbatches 3 must divide by 1 processes, and --batch-size 4 by it"),
+        ("--stop-after 2", "--stop-after without --checkpoint-every: say after how many steps to write a checkpoint"),
         ("--qk-clip --only adamw", "--only adamw is none of the runs with --qk-clip: choose unclipped, clipped or both"),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshmuon.execute.elementwise import FusedElementwise, _by_dtype, accumulate, adds_uniformly, apply, fill_with_momentum
+from meshmuon.execute.elementwise import accumulate, adds_uniformly, apply, fill_with_momentum
+from meshmuon.execute.fused_elementwise import FusedElementwise, _by_dtype
 from tests.support.hostile import HostileArithmetic, fresh_trials, misplaced
 from tests.support.reference import assert_same_bits
 

@@ -60,6 +60,7 @@ def state_of(run: Run, k: int) -> list[Tensor]:
         {"nesterov": False},
         {"maximize": True},
         {"momentum_dtype": torch.bfloat16},
+        {"momentum_dtype": torch.int8},
         {"cautious_weight_decay": True},
         {"deterministic": True},
         {"lr": torch.tensor(0.02)},
@@ -68,6 +69,7 @@ def state_of(run: Run, k: int) -> list[Tensor]:
         {"dtype": torch.bfloat16, "rounding": "stochastic", "cautious_weight_decay": True},
         {"reference_path": True},
         {"reference_path": True, "dtype": torch.bfloat16, "momentum_dtype": torch.float32},
+        {"reference_path": True, "momentum_dtype": torch.int8},
     ],
     ids=str,
 )

@@ -157,7 +157,7 @@ GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "matrices": lambda value: value is None or (isinstance(value, dict) and not value),
     "rounding": choice("nearest", "stochastic"),
     "compute_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
-    "momentum_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
+    "momentum_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and (value is torch.int8 or dtype_or_none(value)),
     "rule": lambda value: isinstance(value, NorMuon) or choice("plain", "normuon", "muon_plus", "muoneq")(value),
 }
 OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {

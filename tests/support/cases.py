@@ -176,6 +176,7 @@ def build(case: Case, params: Sequence[nn.Parameter], kind: type[Muon] = Muon, *
 
 
 COUNTERS = ("step", "rounding_counter")  # state that every rank has whole
+SCALES = "momentum_scale"
 States = list[dict[str, Tensor]]
 
 
@@ -201,7 +202,11 @@ def run(
     if isinstance(optimizer, DistMuon):
         optimizer.consolidate()
     optimizer.turn_off_cpu_offload()
-    states = [{key: local(value) for key, value in optimizer.state.get(param, {}).items()} for param in params]
+    # Scales of momentum in int8 may be replicated where their parameter is cut: they stay what they are.
+    states = [
+        {key: value if key == SCALES else local(value) for key, value in optimizer.state.get(param, {}).items()}
+        for param in params
+    ]
     return [local(param) for param in params], states, optimizer
 
 
@@ -294,8 +299,10 @@ def check_shards(
                 assert case.offload is not None or case.prepares, f"{key} of parameter {k}"
                 assert key in COUNTERS or not state[key].any(), f"{key} of parameter {k}"
             else:
-                cut = whole[key] if key in COUNTERS else local(place(case, meshes, k, whole[key]))
-                same(state[key], cut, f"{key} of parameter {k}")
+                cut = whole[key] if key in COUNTERS else place(case, meshes, k, whole[key])
+                if key == SCALES and isinstance(scales := state[key], DTensor):
+                    cut = distribute_tensor(whole[key], scales.device_mesh, scales.placements, src_data_rank=None)
+                same(local(state[key]), local(cut), f"{key} of parameter {k}")
 
 
 def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int, int], set[int]]) -> None:

@@ -20,7 +20,7 @@ TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "bits": "i32"}
 def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, object]:
     kernel = (
         getattr(int8_kernels, f"{name}_kernel")
-        if "int8" in name
+        if name in ("to_int8", "from_int8")
         else getattr(list_kernels, f"_{name.removeprefix('guarded ')}_kernel")
     )
     constants: dict[str, object] = {
@@ -29,6 +29,8 @@ def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, obje
         "tile_cols": 2048 if dense else 128 if "int8" in name else 64,
         "dense": dense,
     }
+    if "block" in kernel.arg_names:
+        constants |= {"block": 128, "tile_rows": 1 if dense else 16, "tile_cols": 2048 if dense else 128}
     for argument in kernel.arg_names:
         if argument in ALL_TRUE or argument == "stochastic":
             constants[argument] = argument in ALL_TRUE or not dense
@@ -58,7 +60,7 @@ def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, obje
 
 
 if __name__ == "__main__":
-    for kernel_name in ("momentum", "update", "guarded update", "copy", "fill", "nonfinite"):
+    for kernel_name in ("momentum", "update", "guarded update", "copy", "fill", "nonfinite", "int8_momentum", "restore"):
         for kernel_capability in CAPABILITIES:
             for is_dense in (True, False):
                 print(json.dumps(compile_kernel(kernel_name, kernel_capability, dense=is_dense)), flush=True)

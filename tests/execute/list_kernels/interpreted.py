@@ -15,6 +15,7 @@ from torch import Tensor
 from meshmuon.execute import elementwise, int8, rounding
 from meshmuon.execute.int8_kernels import Int8ListKernels
 from meshmuon.execute.list_kernels import ListKernels
+from tests.support.happens_before.list_kernels import in_int8
 
 SPECIAL = (
     0.0,
@@ -162,6 +163,48 @@ def test_momentum_of_16_bits_is_rounded_once_and_looked_ahead_from_as_stored(dat
     assert all_same(views, ahead)
 
 
+@settings(max_examples=6, deadline=None)
+@given(st.data(), st.sampled_from(FLOATS), st.sampled_from([None, *FLOATS]), scalars(0.95), st.sampled_from([None, 0.9]))
+def test_momentum_in_int8_has_the_bits_of_the_twin(
+    data: st.DataObject, dtype: torch.dtype, wire: torch.dtype | None, retain: float | Tensor, momentum: float | None
+) -> None:
+    """Blocks of 128 and shorter ones; zeros, what is not finite, and blocks that do not change in a step that may be skipped."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    shapes = data.draw(st.lists(st.sampled_from([(3, 1), (2, 5, 40), (4, 128), (3, 129), (2, 2, 300), (1, 2100)]), min_size=1))
+    grads = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    for k, grad in enumerate(grads):
+        grad.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)[: grad.numel()].to(dtype) if k % 2 else 0
+    padded = [torch.randint(-127, 128, (*shape[:-1], shape[-1] + 3), generator=generator).to(torch.int8) for shape in shapes]
+    quanta = [tensor[..., : shape[-1]] for tensor, shape in zip(padded, shapes, strict=True)]
+    scales = [torch.rand(int8.scales_shape(tensor.shape), generator=generator).bfloat16() for tensor in quanta]
+    if isinstance(retain, Tensor) and data.draw(st.booleans()):
+        retain, grads = torch.tensor(1.0), [torch.full_like(grad, -0.0) for grad in grads]
+    before = [tensor.clone() for tensor in (*quanta, *scales)]
+    expected = [tensor.clone() for tensor in (*quanta, *scales)]
+    twins = [in_int8(q, s) for q, s in zip(expected[: len(shapes)], expected[len(shapes) :], strict=True)]
+    wide = None if wire is None else [torch.empty(shape) for shape in shapes]
+    views = None if wire is None else [torch.empty(shape, dtype=wire) for shape in shapes]
+    gain = data.draw(st.sampled_from([1.0, 0.05]))
+    elementwise.Elementwise().fill_int8(wide, grads, twins, retain, momentum, gain)
+    ListKernels().fill_int8(views, grads, (quanta, scales), retain, momentum, gain)
+    assert all(map(torch.equal, quanta, expected))
+    assert all_same(scales, expected[len(shapes) :])
+    assert wide is None or views is None or all_same(views, [view.to(wire) for view in wide])
+    if isinstance(retain, Tensor) and retain == 1:
+        assert all(map(torch.equal, (*quanta, *scales), before))
+
+
+@slow
+@given(st.data(), st.sampled_from(FLOATS))
+def test_scales_are_restored_where_updates_are_not_finite(data: st.DataObject, dtype: torch.dtype) -> None:
+    lists = Lists(data.draw, data.draw(st.integers(0, 99)))
+    targets, before, updates = lists.make(torch.bfloat16), lists.make(torch.bfloat16), lists.make(dtype)
+    expected = [torch.where(u.isfinite(), now, old) for now, old, u in zip(targets, before, updates, strict=True)]
+    ListKernels().restore(targets, before, updates)
+    assert all_same(targets, expected)
+    lists.rest_is_untouched()
+
+
 @slow
 @given(
     st.data(),
@@ -192,7 +235,7 @@ def test_weights_have_the_bits_of_the_twin(
     expected, wide = [param.clone() for param in params], [update.clone().float() for update in updates]
     momenta, before = (lists.make(guarded), lists.make(guarded)) if guarded else ([], [])
     restored = [momentum.clone() for momentum in momenta]
-    kept, twin_kept = ((momenta, before), (restored, before)) if guarded else (None, None)
+    kept, twin_kept = ((momenta, before), elementwise.OldMomenta(restored, before)) if guarded else (None, None)
     twin = elementwise.Elementwise()
     twin.apply(expected, wide, decay, rate, cautious=cautious, counters=counters, old_momenta=twin_kept)
     hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]

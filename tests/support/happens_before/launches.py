@@ -52,7 +52,7 @@ class CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
     def touch(self, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor], operation: str) -> None:
         super().touch(stream, reads, writes, operation)
         if self._counting and stream != HOST:
-            work = f"{operation} {package_line('execute/elementwise.py')}"  # for whom elements are worked on
+            work = f"{operation} {package_line('elementwise.py')}"  # for whom elements are worked on
             self.launches[work] += 1
             self.bytes_of[work] += sum(tensor.numel() * tensor.element_size() for tensor in (*reads, *writes))
 

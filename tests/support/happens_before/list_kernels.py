@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshmuon.execute import elementwise
+from meshmuon.execute import elementwise, int8
 from meshmuon.execute.int8 import Int8View
+from meshmuon.execute.int8_momentum import Int8Momentum, ShardBlocks
 from meshmuon.execute.rounding import Elements
 
 from .recorder import recorder
@@ -50,6 +51,33 @@ class TwinListKernels:
 
         self._launch([*grads, *momenta, retain], [*momenta, *views], compute)
 
+    def fill_int8(
+        self,
+        views: Sequence[Tensor] | None,
+        grads: Sequence[Tensor],
+        momenta: tuple[Sequence[Tensor], Sequence[Tensor]],
+        retain: float | Tensor,
+        momentum: float | None,
+        gain: float = 1.0,
+    ) -> None:
+        def compute() -> None:
+            targets, sources, quanta, scales = _host(views or [], grads, *momenta)
+            wide = None if views is None else [torch.empty(view.shape) for view in targets]
+            buffers = [in_int8(*pair) for pair in zip(quanta, scales, strict=True)]
+            elementwise.Elementwise().fill_int8(wide, sources, buffers, _value(retain), momentum, gain)
+            if wide is not None:
+                torch._foreach_copy_(targets, wide)
+
+        both = [*momenta[0], *momenta[1]]
+        self._launch([*grads, *both, retain], [*both, *(views or [])], compute)
+
+    def restore(self, targets: Sequence[Tensor], before: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
+        def compute() -> None:
+            for now, old, update in zip(*_host(targets, before, updates), strict=True):
+                now.copy_(torch.where(torch.isfinite(update), now, old))
+
+        self._launch([*targets, *before, *updates], targets, compute)
+
     def apply(
         self,
         params: Sequence[Tensor],
@@ -67,7 +95,7 @@ class TwinListKernels:
             pairs = None if hosts is None else [(counter, Elements(rows, cols)) for rows, cols, counter in hosts]
             wide = [change.float().clone() for change in changes]
             momenta, old = _host(*old_momenta) if old_momenta else ([], [])
-            twin, guarded = elementwise.Elementwise(), (momenta, old) if old_momenta else None
+            twin, guarded = elementwise.Elementwise(), elementwise.OldMomenta(momenta, old) if old_momenta else None
             twin.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, counters=pairs, old_momenta=guarded)
 
         momenta, old = old_momenta or ([], [])
@@ -122,6 +150,12 @@ class TwinListKernels:
         tensors = [value for value in reads if isinstance(value, Tensor)]
         assert all(tensor.is_cuda for tensor in (*tensors, *writes)), "a kernel of a GPU reads and writes device memory"
         rank.launch(tensors, writes, "list kernel", compute)
+
+
+def in_int8(quanta: Tensor, scales: Tensor) -> Int8Momentum:
+    """Momentum whose columns are whole blocks in order."""
+    index = torch.arange(quanta.shape[-1]) // int8.BLOCK
+    return Int8Momentum(quanta, scales, ShardBlocks(slice(None), index, 0))
 
 
 def _value(scalar: float | Tensor) -> float | Tensor:

@@ -128,7 +128,7 @@ def _options(rng: random.Random, program: Program) -> dict[str, Any]:
         "scheme": rng.choice(["keller", "polar_express", "auto"]),
         "rule": rng.choice(["plain", "plain", "normuon", "muon_plus", "muoneq"]),
         "cautious_weight_decay": rng.random() < 0.2,
-        "momentum_dtype": rng.choice([None, None, torch.float32, torch.bfloat16]),
+        "momentum_dtype": rng.choice([None, None, torch.float32, torch.bfloat16, torch.int8]),
         "nonfinite": rng.choice(["propagate", "skip", "skip"]),
         "cuda_graphs": rng.random() < 0.3,
         "deterministic": rng.random() < 0.2,

@@ -1,0 +1,130 @@
+"""Momentum in int8 while a step works on it: numbers from blocks, and blocks from numbers. ``int8`` says what a block is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..matrices import MatrixSet, StridedRange
+from .int8 import LEAST_SCALE, block_of, blocks_in, dequantise, quanta_of, quantise, scales_from
+from .views import Cut, cut_out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardBlocks:
+    """The blocks of a shard's matrix of which this rank has the scales, and in which of them the shard's columns are."""
+
+    of_matrix: slice  # the columns of the local scales
+    index: Tensor  # of each column of the shard, all dims as one: its block, counted from the first of the matrix here
+    first: int | None  # the first of these, if the columns are whole blocks in order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MomentumBlocks:
+    """The scales of a parameter's momentum in int8, and the blocks of the columns that this rank holds."""
+
+    shape: tuple[int, ...]  # of the scales, over all ranks: that of the parameter, with the blocks of a row for its columns
+    index: Tensor  # with the local sizes of the dims that are columns: of each column, its block among the local scales
+    of_matrix: dict[StridedRange | None, slice]  # by the columns of a window, None for all: the blocks of its matrices here
+    shared: bool = False  # ranks or shards share blocks: their scales are found before any shard is filled
+    reduced_axes: tuple[int, ...] = ()  # axes of the mesh along which ranks share blocks, and along which scales are replicated
+
+    def of_shard(self, part: MatrixSet, cut: Cut | None) -> ShardBlocks:
+        """The blocks of a cut of the local tensor that belongs to ``part``."""
+        of_matrix = self.of_matrix[None if part.window is None else part.window[1]]
+        index = cut_out(self.index, () if cut is None else cut[part.stack_dims + 1 :]).flatten() - of_matrix.start
+        first = int(index[0]) if len(index) else 0
+        in_order = torch.equal(index, first + block_of(torch.arange(len(index), device=index.device)))
+        return ShardBlocks(of_matrix, index, first if in_order and not self.shared else None)
+
+    def scales_of(self, scales: Tensor, stack_dims: int, cut: Cut | None, of_matrix: slice) -> Tensor:
+        """A view of those of the local scales that belong to such a cut, (rows, blocks)."""
+        rows = scales if cut is None else cut_out(scales, cut[: stack_dims + 1])
+        for _ in range(self.index.dim() - 1):
+            rows = rows.select(-1, 0)
+        return rows[..., of_matrix]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Momentum:
+    """The momentum of a shard in int8.
+
+    ``store`` finds the scales of its blocks. Where ranks share blocks, the step has found and stored them before any shard is
+    filled, and ``old_scales`` are those that ``quanta`` still have.
+    """
+
+    quanta: Tensor  # a cut of the local tensor: rows, then columns, each of one or more dims
+    scales: Tensor  # (rows, blocks), with the same dims of rows
+    blocks: ShardBlocks
+    old_scales: Tensor | None = None  # (rows, blocks)
+
+    @classmethod
+    def whole(cls, quanta: Tensor, scales: Tensor, blocks: MomentumBlocks) -> Int8Momentum:
+        """All momentum that a rank has of a parameter: its local tensors."""
+        everything = slice(None)
+        return cls(quanta, blocks.scales_of(scales, 0, None, everything), ShardBlocks(everything, blocks.index.flatten(), None))
+
+    def numbers(self) -> Tensor:
+        """The momentum in float32, in separate memory."""
+        if not self.quanta.numel():  # wrappers give empty shards other shapes
+            return self.quanta.float()
+        quanta, scales = self._flat(self.quanta), self.scales if self.old_scales is None else self.old_scales
+        if self.blocks.first is None:
+            numbers = quanta * scales.float().index_select(-1, self.blocks.index)
+        else:
+            numbers = torch.empty(quanta.shape, dtype=torch.float32, device=quanta.device)
+            dequantise(quanta, self._whole_blocks(scales), numbers)
+        return numbers.view(self.quanta.shape)
+
+    def with_joined_columns(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Views of ``tensors``, which have the shape of ``quanta``, with all columns as one dim, and of the scales of its blocks.
+
+        None if there are no such views, or if its blocks are not whole and in order.
+        """
+        scales = self._whole_blocks(self.scales)
+        if self.blocks.first is None or (scales.shape[-1] > 1 and scales.stride(-1) != 1):
+            return None
+        shape = (*scales.shape[:-1], len(self.blocks.index))
+        try:
+            return [*(tensor.view(shape) for tensor in tensors), scales]
+        except RuntimeError:
+            return None
+
+    def store(self, numbers: Tensor, changed: Tensor | None = None) -> None:
+        """Stores ``numbers``. Blocks without a ``changed`` element, if that is given, stay: rounded again, they might change."""
+        if not numbers.numel():
+            return
+        numbers = self._flat(numbers)
+        if self.blocks.first is not None and changed is None:
+            quanta = torch.empty(numbers.shape, dtype=torch.int8, device=numbers.device)
+            quantise(numbers, quanta, self._whole_blocks(self.scales))
+        else:
+            if self.old_scales is None:
+                changed = torch.ones_like(numbers) if changed is None else changed.float()
+                self.store_scales(self.largest(numbers), self.largest(changed))
+            divisors = self.scales.float().clamp_(min=LEAST_SCALE)  # new ones are zeros
+            quanta = quanta_of(numbers, divisors.index_select(-1, self.blocks.index))
+        self.quanta.copy_(quanta.view(self.quanta.shape))
+
+    def store_scales(self, largest: Tensor, changed: Tensor) -> None:
+        """Stores the scales of blocks with these ``largest`` magnitudes where ``changed`` is not 0; both are (rows, blocks)."""
+        self.scales.copy_(torch.where(changed > 0, scales_from(largest).to(self.scales.dtype), self.scales))
+
+    def largest(self, numbers: Tensor) -> Tensor:
+        """The largest magnitude of ``numbers`` in each block, (rows, blocks); infinite where one of them is not finite."""
+        blocks = torch.zeros_like(self.scales, dtype=torch.float32)
+        if not numbers.numel():
+            return blocks
+        numbers = self._flat(numbers)
+        magnitudes = torch.where(torch.isfinite(numbers), numbers.abs(), torch.inf)
+        return blocks.scatter_reduce_(-1, self.blocks.index.expand(numbers.shape), magnitudes, "amax")
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        return tensor.flatten(self.scales.dim() - 1)
+
+    def _whole_blocks(self, scales: Tensor) -> Tensor:
+        first = self.blocks.first or 0
+        return scales[..., first : first + blocks_in(len(self.blocks.index))]
