@@ -44,7 +44,7 @@ def train(steps: int, width: int) -> None:
         labels = torch.randint(4 * CLASSES, (256,), generator=generator)
         inputs = (centres[labels] + torch.randn(256, TUNED_WIDTH, generator=generator)).to(device)
         loss = F.cross_entropy(model(inputs), (labels % CLASSES).to(device))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         if step == 0 or (step + 1) % max(1, steps // 4) == 0:

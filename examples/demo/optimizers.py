@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from demo.health import EVERY
 from demo.model import GPT
@@ -55,6 +56,10 @@ CLIP_RUNS = ("unclipped", "clipped")
 TITLES = {name: contender.title for name, contender in CONTENDERS.items()}
 
 
+WIRES = {"int8": torch.int8, "int8-scatter": (None, torch.int8)}
+"""What is sent as int8: all, or updates alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     """Hyperparameters of all contenders.
@@ -74,6 +79,7 @@ class OptimizerConfig:
     rule: RuleName = "plain"
     cautious: bool = False
     rounding: Rounding = "nearest"
+    wire: str | None = None
     qk_threshold: float | None = None
 
 
@@ -114,6 +120,8 @@ def _muon(contender: Contender, model: GPT, config: OptimizerConfig) -> Muon:
             rule=config.rule,
             cautious_weight_decay=config.cautious,
             rounding=config.rounding,
+            comm_dtype=None if config.wire is None else WIRES[config.wire],
+            reference_path=config.wire is not None and not dist.is_initialized(),  # which rounds in one process, too
             clip_config=clip_config,
             metrics=EVERY,
         )

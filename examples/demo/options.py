@@ -12,7 +12,7 @@ import torch
 
 from demo.data import Corpus, TrainBatches, default_source_root, load_corpus
 from demo.model import MLP_KINDS, WEIGHTS, ModelConfig
-from demo.optimizers import CLIP_RUNS, OPTIMIZERS, OptimizerConfig
+from demo.optimizers import CLIP_RUNS, OPTIMIZERS, WIRES, OptimizerConfig
 from demo.processes import Runtime, launched
 from demo.train import SCHEDULES, TrainConfig
 
@@ -189,6 +189,7 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rounding", choices=ROUNDINGS, default=ROUNDINGS[0], help="how meshmuon rounds --weights bfloat16 after a step"
     )
+    group.add_argument("--wire", choices=tuple(WIRES), help="what meshmuon sends as int8; one process rounds as if it sent")
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
@@ -240,6 +241,7 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         rule=args.rule,
         cautious=args.cautious,
         rounding=args.rounding,
+        wire=args.wire,
         qk_threshold=getattr(args, "qk_threshold", None),  # the sweep has no such flag
     )
 

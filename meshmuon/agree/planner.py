@@ -6,12 +6,13 @@ are about to do the same. If they are not, they exchange notes and either plan t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch.distributed as dist
 
-from ..errors import ConfigError, KeptError, PlanMismatchError
+from ..errors import ConfigError, KeptError, MeshmuonError, PlanMismatchError
 from ..layout import Layout
 from ..params.dtensors import ReplicaGroup, groups_of
 from ..params.param_record import ParamRecord
@@ -178,6 +179,18 @@ class Planner:
         self._local_planner.count_step()
         votes = {(subject, is_for) for verdicts in verdicts_by_rank for subject, is_for in verdicts.items()}
         return frozenset(subject for subject, is_for in votes if is_for and (subject, False) not in votes)
+
+    @contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """Around ``propose`` and ``settle``: if this rank leaves with an error of its own (Ctrl-C), the others do not wait."""
+        try:
+            yield
+        except MeshmuonError:
+            raise
+        except BaseException:
+            if self._exchange is not None:
+                self._exchange.abandon()
+            raise
 
     def end(self) -> None:
         """The step is over, also one that has failed: other threads may step over the process group."""

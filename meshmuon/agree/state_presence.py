@@ -28,6 +28,12 @@ def has_all_state(state: Mapping[str, Any] | None, named: ParamRecord) -> bool:
     return MOMENTUM in state and all(key in state for key in rule_memories(named.rules, (1, 1)))
 
 
+def has_begun(state: Mapping[str, Any]) -> bool:
+    """Whether the state of a parameter is more than the zeros that a first step starts with. Reading it waits for the device."""
+    values = (value[1:] if key == COUNTER else value for key, value in state.items() if isinstance(value, Tensor))
+    return any(bool(local_part(value).count_nonzero()) for value in values)
+
+
 @dataclass(frozen=True, slots=True)
 class StatePresence:
     """The state of all parameters on this rank, read only where ranks differ."""
@@ -45,9 +51,7 @@ class StatePresence:
 
     def begun(self, index: int) -> bool:
         """Whether the state is more than the zeros that a first step starts with. Reading it waits for the device."""
-        entries = self.states.get(self.params[index].param, {}).items()
-        values = (value[1:] if key == COUNTER else value for key, value in entries if isinstance(value, Tensor))
-        return any(bool(local_part(value).count_nonzero()) for value in values)
+        return has_begun(self.states.get(self.params[index].param, {}))
 
     def progress(self, indices: Sequence[int]) -> tuple[str, ...]:
         """How far each of these parameters has come: "step 3", "rounding_counter 12345/3" (key/count); "" before both.

@@ -96,6 +96,7 @@ class Executor(StepExecutor):
         self._program = RankProgram()
         self._streams: Streams | None = None
         self._exchange: Exchange | None = None
+        self._meets_on: torch.device | None = None  # where ranks meet that exchange nothing; the same kind on all ranks
 
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
         self.discard()  # before the new buffers are made: both at a time might not fit
@@ -106,20 +107,22 @@ class Executor(StepExecutor):
         fuses = bool(devices) and self.settings.fuses(devices[0])
         self.elementwise = FusedElementwise(devices[0]) if fuses else Elementwise()
         self._exchange = exchange
+        shared = (each.work_device for part, each in zip(plan.params, step_params, strict=True) if not part.private)
+        self._meets_on = None if exchange is None else next(shared, None)
         self.elementwise.compile(lambda: self._run(self._dry_step(step_params), lambda: None))
         self.plan = plan
 
     def warm_up(self, attempt: int) -> None:
         exchanging = (*self._program.waves, *self._program.rule_states)
         hops = [hop for each in exchanging for exchange in (each.gather, each.scatter) for hop in exchange.hops]
-        for device in dict.fromkeys(hop.sent.device for hop in hops):  # as many on all ranks, which all have these hops
-            on_device = [hop for hop in hops if hop.sent.device == device]
-            received, sent = (
-                [max(counts) for counts in zip(*splits, strict=True)]
-                for splits in zip(*((hop.received_splits, hop.sent_splits) for hop in on_device), strict=True)
-            )
-            assert self._exchange is not None
-            self._exchange.warm_up(received, sent, device, attempt)
+        if (exchange := self._exchange) is None or self._meets_on is None:
+            return
+        # As many on all ranks, which all have these hops. Without any, metrics and masks are reduced, which connects ranks too.
+        for device in dict.fromkeys(hop.sent.device for hop in hops) or (self._meets_on,):
+            splits = [(hop.received_splits, hop.sent_splits) for hop in hops if hop.sent.device == device]
+            nothing = exchange.splits({}), exchange.splits({})
+            received, sent = ([max(counts) for counts in zip(*each, strict=True)] for each in zip(nothing, *splits, strict=True))
+            exchange.warm_up(received, sent, device, attempt)
 
     def _dry_step(self, step_params: Sequence[StepParam]) -> RunningStep:
         """A step of which only the kernels are compiled, without streams: nothing that it launches writes an element."""

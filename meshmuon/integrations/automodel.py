@@ -38,8 +38,14 @@ class MuonConfig(OptimizerConfig):
         super().__init__(param_group_overrides=list(param_group_overrides or []))
 
     def build(self, model: nn.Module, *, device_mesh: Any = None, is_peft: bool = False) -> list[Muon]:
-        """The optimizers, in the order of the parts. ``device_mesh`` and ``is_peft`` are Automodel's and not needed."""
-        return [muon_for(part, keys=self._multipliers, **self._options) for part in getattr(model, "parts", [model])]
+        """The optimizers, in the order of the parts. ``device_mesh`` and ``is_peft`` are Automodel's and not needed.
+
+        Automodel has sharded and loaded the model by then, so that ``prepare()`` of each is called as well.
+        """
+        optimizers = [muon_for(part, keys=self._multipliers, **self._options) for part in getattr(model, "parts", [model])]
+        for optimizer in optimizers:
+            optimizer.prepare()
+        return optimizers
 
     def _multipliers(self, name: str) -> dict[str, Any]:
         for override in self.param_group_overrides:

@@ -17,6 +17,8 @@ from .factory import by_own_names, muon_for
 def muon_adamw(parameters: Any, **options: Any) -> Muon:
     """The optimizer of the module whose ``parameters()`` verl hands over: Muon for matrices, AdamW for the rest.
 
+    verl has sharded and loaded the module by then, so that ``prepare()`` is called as well, on all ranks.
+
     Args:
         parameters: torch's ``module.parameters()`` as it was returned, or the module itself. The names and modules of the
             parameters are read from the module. Anything else is refused: a list does not lead to the module, and
@@ -37,4 +39,6 @@ def muon_adamw(parameters: Any, **options: Any) -> Muon:
             "train a part, call requires_grad_(False) on the rest and write muon_for(module, ...) of "
             "meshmuon.integrations.factory."
         )
-    return muon_for(module, **by_own_names(options))
+    optimizer = muon_for(module, **by_own_names(options))
+    optimizer.prepare()
+    return optimizer

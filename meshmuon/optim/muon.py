@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..agree.identity import register
 from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
+from ..agree.state_presence import has_begun
 from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError
 from ..execute import CommDtypeLike, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
 from ..matrices import Conv, ExpertDims, Split
@@ -271,6 +272,7 @@ class Muon(PreparedStep):
         function only the name is stored, and the loading optimizer keeps its own function.
         """
         self._failures.refuse_checkpoint()
+        self._drop_replaced()
         if self.state:
             state.create(self._groups, self.state)
             self._offload.put_away(self.state)
@@ -319,7 +321,8 @@ class Muon(PreparedStep):
         state.put_in_order(self._groups, self.state)
         self._offload.put_away(self.state)
         self._failures = StepFailures()
-        self._only_prepared = False
+        # Accelerate loads what it has just saved, and exchanges the parameters afterwards.
+        self._only_prepared = self._only_prepared and not any(map(has_begun, self.state.values()))
         self._planner.forget_steps()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:

@@ -159,6 +159,7 @@ class MuonStep(torch.optim.Optimizer):
         if not failure:
             with failure:
                 step.scaling = Scaling.of(self)
+                self._drop_replaced()
                 if not self._collector.check(self._groups, self.state):
                     self._step_params.drop()
                 self._qk_clip.check(records, qk_logits)
@@ -181,22 +182,28 @@ class MuonStep(torch.optim.Optimizer):
             compared = extra if gpu is None else f"{extra}, {gpu_bits(gpu)}"
             return [f"{text}, {compared}" for text in hyperparameters_of(self._groups)]
 
+        without_state, states = [k for k in self._collector.without_state if self._keeps(step.records[k])], self.state
+        prepared_plan = None if step.only_prepares and without_state else self._executor.plan
+        if self._only_prepared:  # its zeros are no state: if another rank has loaded some, this one has lost its own
+            with_grad = (ParamIndex(k) for k, has_grad in enumerate(step.has_grad) if has_grad)
+            without_state, states = [k for k in with_grad if self._keeps(step.records[k])], {}
         status = RankStatus(
             records=step.records,
             failure=step.failure,
             has_grad=step.has_grad,
-            prepared_plan=self._executor.plan,
+            prepared_plan=prepared_plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
             activity=Activity.NO_MATRIX if step.failure or step.only_prepares else self._activity.of(step.records, step.has_grad),
             hyperparameters=hyperparameters,
-            without_state=[k for k in self._collector.without_state if self._keeps(step.records[k])],
-            presence=StatePresence(step.records, self.state, self._keeps),
+            without_state=without_state,
+            presence=StatePresence(step.records, states, self._keeps),
         )
-        expected = self._planner.propose(status)
-        if expected is not None:  # while the votes travel
-            step.ready_params = self._ready_params(expected, self._planner.advance)
-        step.decision = self._planner.settle(status)
+        with self._planner.telling_others():
+            expected = self._planner.propose(status)
+            if expected is not None:  # while the votes travel
+                step.ready_params = self._ready_params(expected, self._planner.advance)
+            step.decision = self._planner.settle(status)
         if step.decision is not expected:
             step.ready_params = None
 
@@ -343,6 +350,13 @@ class MuonStep(torch.optim.Optimizer):
         for step_param in step_params:
             if step_param.param.grad is None:
                 step_param.zeros = step_param.param
+
+    def _drop_replaced(self) -> None:
+        """Drops what ``prepare()`` made for parameters that a wrapper has replaced since; a state_dict could not name them."""
+        if self._only_prepared:
+            own = {param for group in self._groups for param in group["params"]}
+            for param in [key for key in self.state if isinstance(key, Tensor) and key not in own]:
+                del self.state[param]
 
     def _skip(self, step: StepContext) -> None:
         """Counts a skipped step, because a gradient is not finite, and frees the gradients that the step would have freed."""

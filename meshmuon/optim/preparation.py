@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -51,14 +51,26 @@ class PreparedStep(MuonStep):
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Names the phase in errors, and on the first rank in the log if it takes long."""
-        text = "prepare() has been in its %s for %.0f s. Ranks wait there for each other, up to the timeout of their group."
-        timer = threading.Timer(_SLOW_SECONDS, logger.warning, (text, name, _SLOW_SECONDS))
-        timer.daemon = True
-        if is_first_of_ranks(self._groups):
-            timer.start()
+        over, first = threading.Event(), False
+        with suppress(Exception):  # param groups that have lost their parameters: the phase refuses them, on all ranks
+            first = is_first_of_ranks(self._groups)
+        if first:
+            threading.Thread(target=_show_while_slow, args=(name, over), name="meshmuon: prepare()", daemon=True).start()
         try:
             yield
-        except MeshmuonError as error:
-            raise type(error)(f"prepare() failed in its {name}: {error}") from error
+        except Exception as error:
+            failed = f"prepare() failed in its {name}"
+            if isinstance(error, MeshmuonError):
+                raise type(error)(f"{failed}: {error}") from error
+            raise MeshmuonError(f"{failed}: {type(error).__name__}: {error}") from error
         finally:
-            timer.cancel()
+            over.set()
+
+
+def _show_while_slow(phase: str, over: threading.Event) -> None:
+    """Logs that a phase is still going on: after 5, 10, 20, 40 … seconds."""
+    text = "prepare() has been in its %s for %.0f s. Ranks wait there for each other, up to the timeout of their group."
+    seconds = next_in = _SLOW_SECONDS
+    while not over.wait(next_in):
+        logger.warning(text, phase, seconds)
+        next_in, seconds = seconds, 2 * seconds

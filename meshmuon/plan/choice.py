@@ -21,6 +21,7 @@ _MOST_IN_FLIGHT = 16
 _MANY_PEERS = 256  # with which relays may be faster
 _FEW = 8  # ranks for each that may have a matrix in the wave that scatters last
 _WORTH_ALL_MEMORY = 0.02  # of a step: what the exchange buffers must gain if they take as much as they may
+_WORTH_A_START = 1.5  # times the seconds of the best plan so far: what is slower does not catch up by its waves
 _FASTER = 0.995  # of the seconds so far: what gains less is no reason for another plan
 
 
@@ -91,8 +92,9 @@ class _Search:
         starts = self._try_replicas()
         ends = [self._try_exchanges()]
         for start in starts:  # with other waves they may be faster
-            self._now = start
-            ends.append(self._try_exchanges())
+            if start.score < (start.score[0], _WORTH_A_START * ends[0].score[1]):
+                self._now = start
+                ends.append(self._try_exchanges())
         self._now = min(ends, key=lambda end: end.score)
         if self._now.options.max_peers is not None and not self._now.plan.relayed and self._now.plan.most_peers > _MANY_PEERS:
             self._try(max_peers=_MANY_PEERS)

@@ -20,6 +20,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "first_experiment": ("--tasks", "ViT", "ConvNet"),
     "launches": (),
     "loss_by_rounding": (),
+    "loss_by_wire": (),
     "metrics": (),
     "orthogonalisation": ("--sizes", "16", "--ratios", "1", "4"),
     "predictions": ("--worlds", "1"),

@@ -69,7 +69,7 @@ def test_ranks_with_different_rules_are_told_so() -> None:
 
     texts = run_threads(2, main)
     assert texts[0] == texts[1]
-    assert "NorMuon(beta2=0.95)" in texts[0]
+    assert "NorMuon(beta2=0.95, axis='rows')" in texts[0]
     assert "MuonPlus()" in texts[0]
 
 

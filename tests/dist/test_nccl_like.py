@@ -47,6 +47,18 @@ def prepare_meets_every_peer(per_node: str | None = None, **options: Any) -> Non
         assert met == dict.fromkeys(set[int]().union(*exchanged), 1)
 
 
+def prepare_meets_all_where_nothing_is_exchanged() -> None:
+    """Experts that are whole on their ranks: only metrics are reduced, and that must not be the first contact of the ranks."""
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    params = (Param((4, 6, 5), 0, (S0,)), Param((9,), 0, (S0,), muon=False))
+    case = Case(params, {"metrics": 1}, steps=2, prepares=True)
+    optimizer = check(case, [mesh], single(case))
+    assert optimizer.plan().describe().startswith("0 matrices with an owner and exchanged, 4 computed where they are")
+    kinds = [kind.partition(" ")[0] for kind, *_ in world().history]
+    assert kinds.count("all_to_all_single") == 1
+    assert kinds.index("all_to_all_single") < kinds.index("all_reduce")
+
+
 # The back end itself: it must notice what NCCL would make wrong, or hang.
 
 
@@ -133,6 +145,7 @@ NEW = {
     "abort wakes a wait": (2, abort_wakes_a_wait),
     "members alone cannot split": (2, members_alone_cannot_split),
     "prepare() meets every peer": (4, prepare_meets_every_peer),
+    "prepare() meets all where nothing is exchanged": (2, prepare_meets_all_where_nothing_is_exchanged),
     "prepare() meets every peer, with relays": (4, partial(prepare_meets_every_peer, "2", max_peers=1)),
 }
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshmuon import DistMuon, Muon
-from meshmuon.errors import MeshmuonError, PlanMismatchError, TransportError
+from meshmuon.errors import MeshmuonError, PlanMismatchError, StateError, TransportError
 from meshmuon.execute import DataParallelExecutor, Executor
 from tests.support import nccl_like
 from tests.support.injector import Fault, await_files, fail_at, kill_this_rank, stall_at
@@ -111,6 +111,44 @@ def test_a_rank_that_steps_instead(steps: int) -> None:
     assert text.endswith("prepare() on all ranks or on none.")
 
 
+def test_a_rank_whose_param_group_has_lost_its_parameters() -> None:
+    def main(rank: int) -> str:
+        params = initial(world_mesh())
+        optimizer = muon_of(params)
+        optimizer.prepare()
+        lost = optimizer.param_groups[0].pop("params") if rank == ODD else params[:5]
+        text = failing_prepare(optimizer)
+        optimizer.param_groups[0]["params"] = lost
+        run_steps(params, optimizer, range(2))
+        assert_equal(params, after(2))
+        return text
+
+    text = one_text(run_threads(WORLD, main))
+    assert text.startswith("ConfigError: prepare() failed in its planning: rank 1: group 0 has lost its option 'params'")
+
+
+def test_zeros_that_it_made_do_not_pass_for_a_state_that_was_loaded() -> None:
+    """Of matrices alone, whose state does not count steps."""
+
+    def main(rank: int) -> str:
+        params = initial(world_mesh())[:5]
+        first, optimizer = muon_of(params), muon_of(params)
+        run_steps(params, first, range(2))
+        optimizer.prepare()
+        if rank != ODD:
+            optimizer.load_state_dict(first.state_dict())
+        before = everything(optimizer)
+        text = failing_prepare(optimizer)
+        give_gradients(params, 2)
+        with pytest.raises(StateError):
+            optimizer.step()
+        assert_untouched(optimizer, before)
+        return text
+
+    text = one_text(run_threads(WORLD, main))
+    assert text.startswith("StateError: prepare() failed in its planning: a has no state on rank 1 and would restart there")
+
+
 def test_prepare_does_not_count_as_a_step() -> None:
     """Measured steps and those that ranks count are the same, whenever it is called."""
 
@@ -127,7 +165,7 @@ def test_prepare_does_not_count_as_a_step() -> None:
     assert run_threads(2, main) == [[0, 2, 2, 4]] * 2
 
 
-# In the warm-up exchange.
+# In the warm-up exchange, and once while planning.
 
 
 class Kill:
@@ -152,15 +190,11 @@ class Interrupt(Fail):
     error = KeyboardInterrupt()
 
 
-def faulty_rank(rank: int, folder: Path, action: Any, left: int) -> tuple[str, str]:
+def faulty_rank(rank: int, folder: Path, phase: str, action: Any, left: int) -> tuple[str, str]:
     """What ``prepare()`` and a later step raise; no rank ends before all have reported."""
     params = initial(world_mesh())
     optimizer = muon_of(params)
-    fault: Fault = (
-        stall_at(ODD, 0, "warm-up exchange", folder, WORLD, TIMEOUT)
-        if action is None
-        else fail_at(ODD, 0, "warm-up exchange", action, folder)
-    )
+    fault: Fault = stall_at(ODD, 0, phase, folder, WORLD, TIMEOUT) if action is None else fail_at(ODD, 0, phase, action, folder)
     try:
         with fault.armed(rank, 0):
             optimizer.prepare()
@@ -181,7 +215,7 @@ def faulty_rank(rank: int, folder: Path, action: Any, left: int) -> tuple[str, s
 @pytest.mark.parametrize("action", [Fail, Kill, Interrupt, None])
 def test_a_rank_that_fails_in_the_warm_up_exchange(action: type[Kill] | None, backend: str, tmp_path: Path) -> None:
     left = WORLD - (action is Kill)
-    ended = run_ranks(WORLD, faulty_rank, tmp_path, action and action(tmp_path), left, backend=backend)
+    ended = run_ranks(WORLD, faulty_rank, tmp_path, "warm-up exchange", action and action(tmp_path), left, backend=backend)
     if action is Kill:
         assert ended.pop(ODD).trouble == "killed"
     reports = results_of(ended)
@@ -196,6 +230,15 @@ def test_a_rank_that_fails_in_the_warm_up_exchange(action: type[Kill] | None, ba
         assert "rank 1 of [0, 1, 2, 3]: RuntimeError: NCCL: out of memory" in text
     assert (f"Timed out waiting {round(1000 * TIMEOUT)}ms" in text) == (action is None), text
     assert f"{round(1000 * GROUP_TIMEOUT)}ms" not in text
+
+
+def test_a_rank_that_is_interrupted_while_it_plans(tmp_path: Path) -> None:
+    """The others do not wait for their timeout."""
+    reports = results_of(run_ranks(WORLD, faulty_rank, tmp_path, "planning", Interrupt(tmp_path), WORLD))
+    assert reports.pop(ODD)[0].startswith("KeyboardInterrupt")
+    for text, _ in reports:
+        assert text.startswith("TransportError: prepare() failed in its planning: ranks lost each other in the agreement"), text
+        assert "Timed out" not in text
 
 
 def spoiling_rank(rank: int, folder: Path) -> str:

@@ -192,9 +192,11 @@ class AcceleratedRun:
         )
         model = reference.small_llama(**case.model)
         optimizer = muon()(model, lr=LR, weight_decay=DECAY)
+        optimizer.prepare()  # too early: Accelerate may exchange its parameters
         loader = torch.utils.data.DataLoader(reference.samples(), batch_size=BATCH)
         schedule = reference.schedule_of(optimizer)
         self.model, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(model, optimizer, loader, schedule)
+        self.optimizer.optimizer.prepare()
         self.max_norm = case.max_norm
 
     def train(self, first: int, last: int) -> None:

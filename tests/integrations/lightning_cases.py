@@ -260,6 +260,7 @@ def fabric_loop(layout: str, saved: Path, resumed: bool, precision: Any = "32-tr
     fabric.launch()
     model = fabric.setup_module(model_for(layout))
     optimizer = fabric.setup_optimizers(muon(model, fabric, **OPTIONS))
+    optimizer.prepare()
     assert (optimizer.replica_group is not None) == (layout == "ddp")
     assert len(optimizer.routing_table().rows) == 8  # through Fabric's wrapper
     assert optimizer.param_groups[0]["param_names"] == ["up.weight", "down.weight"]

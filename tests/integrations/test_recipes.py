@@ -127,6 +127,8 @@ def test_verl() -> None:
     make: Callable[..., torch.optim.Optimizer] = named(f"{config['optimizer_impl']}.{config['optimizer']}")
     options = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), **config["override_optimizer_config"]}
     optimizer = make(model.parameters(), **options)
+    assert isinstance(optimizer, Muon)
+    assert optimizer.plan()  # it is prepared
     assert_trains_as_muon(model, optimizer, lr=1e-3, weight_decay=0.1, adamw_betas=(0.9, 0.99), momentum=0.95)
 
 
@@ -168,6 +170,7 @@ def test_nemo_automodel(automodel: Callable[..., Any]) -> None:
     assert not config.supports_megatron_fsdp_sharding
     model = net()
     (optimizer,) = config.build(model, device_mesh=None, is_peft=False)
+    assert optimizer.plan()  # it is prepared
     assert_trains_as_muon(model, optimizer, lr=1e-3, weight_decay=0.1)
     stages = SimpleNamespace(parts=[net(), net()])
     assert len(config.build(stages, device_mesh=None, is_peft=False)) == 2

@@ -6,7 +6,6 @@ import copy
 import logging
 import operator
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshmuon import ConfigError, InactiveWarning, Muon, TorchMuon
+from meshmuon import ConfigError, InactiveWarning, MeshmuonError, Muon, TorchMuon
 from meshmuon.execute import Executor
 from meshmuon.optim import preparation
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps
@@ -160,21 +159,61 @@ def test_what_fails_names_the_phase_and_can_be_mended() -> None:
     assert_equal(params, after(2))
 
 
-def test_a_slow_phase_is_shown(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, prepare = threading.Event(), Executor.prepare
+def test_what_fails_on_one_process_names_the_phase_too() -> None:
+    params = initial(None)
+    optimizer = muon_of(params)
+    text = r"^prepare\(\) failed in its making of state, buffers and kernels: MemoryError: none left"
+    with patch.object(Executor, "prepare", side_effect=MemoryError("none left")), pytest.raises(MeshmuonError, match=text):
+        optimizer.prepare()
+    run_steps(params, optimizer, range(2))
+    assert_equal(params, after(2))
+
+
+@pytest.mark.parametrize("late", [0, 5], ids=["muon", "adamw"])
+def test_a_second_call_makes_the_state_that_is_missing(late: int) -> None:
+    params = initial(None)
+    params[late].requires_grad_(False)
+    optimizer = muon_of(params)
+    optimizer.prepare()
+    params[late].requires_grad_(True)
+    optimizer.prepare()
+    assert list(optimizer.state) == params
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("offloads", [True, False])
+def test_parameters_that_a_wrapper_replaces_afterwards(saves: bool, offloads: bool) -> None:
+    """As Accelerate does when it shards: nothing is left of the first ones, and a state_dict can be made and loaded."""
+    optimizer = muon_of(initial(None))
+    if offloads:
+        optimizer.turn_on_cpu_offload()
+    optimizer.prepare()
+    optimizer.load_state_dict(optimizer.state_dict())
+    params = initial(None)
+    optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = params[:5], params[5:]
+    if saves:
+        optimizer.state_dict()
+    run_steps(params, optimizer, range(2))
+    assert list(optimizer.state) == params
+    assert len(optimizer.state_dict()["state"]) == len(params)
+    assert_equal(params, after(2))
+
+
+def test_a_slow_phase_is_shown_as_long_as_it_takes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, phase = Executor.prepare, "prepare() has been in its making of state, buffers and kernels for"
+
+    def shown() -> list[str]:
+        return [text for record in caplog.records if (text := record.getMessage()).startswith(phase)]
 
     def slow(*args: Any) -> None:
         end = time.monotonic() + 60
-        while not caplog.records and time.monotonic() < end:
+        while len(shown()) < 2 and time.monotonic() < end:
             time.sleep(0.01)
-        shown.set()
         prepare(*args)
 
-    monkeypatch.setattr(preparation, "_SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(preparation, "_SLOW_SECONDS", 0.3)
     monkeypatch.setattr(Executor, "prepare", slow)
     with caplog.at_level(logging.INFO, "meshmuon"):
         muon_of(initial(None)).prepare()
-    assert shown.is_set()
-    texts = [record.getMessage() for record in caplog.records]
-    assert texts[0].startswith("prepare() has been in its making of state, buffers and kernels for 0 s")
-    assert texts[-1].startswith("prepare() took")
+    assert [text.partition(". ")[0] for text in shown()[:2]] == [f"{phase} 0 s", f"{phase} 1 s"]  # 0.3 and 0.6, rounded
+    assert caplog.records[-1].getMessage().startswith("prepare() took")

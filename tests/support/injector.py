@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from meshmuon.agree.local_planner import LocalPlanner
 from meshmuon.agree.planner import Planner
 from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.shards import UpdateViews
@@ -25,6 +26,7 @@ from tests.support.processes import GROUP_TIMEOUT, shorten_timeouts
 Action = Callable[[], None]
 
 PHASES = (
+    "planning",
     "before the agreement",
     "in the agreement",
     "making ready",
@@ -41,7 +43,7 @@ _STARTED = {"before the gather": "gather", "gather": "gather", "before the scatt
 
 # How far the other ranks must have come when the rank of the fault dies, so that none of them is still in an earlier phase.
 _AWAITED = {
-    **dict.fromkeys(("before the agreement", "in the agreement", "making ready"), "before the agreement"),
+    **dict.fromkeys(("planning", "before the agreement", "in the agreement", "making ready"), "before the agreement"),
     "warm-up exchange": "warm-up exchange",
     **dict.fromkeys(("before the gather", "gather", "orthogonalise"), "before the gather"),
     **dict.fromkeys(("before the scatter", "scatter", "adamw", "update"), "before the scatter"),
@@ -129,6 +131,7 @@ def hooked(phase: str, action: Action) -> Any:
     if phase == "making ready":
         return _before(Planner, "confirm", action)
     owner, name = {
+        "planning": (LocalPlanner, "plan"),
         "before the agreement": (Agreement, "start"),
         "in the agreement": (PendingRounds, "wait"),  # the first round is sent, and that of another rank may be here
         "warm-up exchange": (dist, "all_to_all_single"),  # of ``prepare()``, in which there is no other

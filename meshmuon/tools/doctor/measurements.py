@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections import Counter
@@ -64,9 +65,18 @@ def _median_seconds(context: Context, work: Callable[[], object], repeats: int, 
 
 
 def _usual_seconds(context: Context, work: Callable[[], object]) -> float:
-    """Of a call among many. Where ranks share cores, most short calls are not interrupted, and a step is: the mean has that."""
+    """Of a call among many. Where ranks share cores, most short calls are not interrupted, and a step is: the mean has that.
+
+    Where they do not, only other programs interrupt, and the median leaves them out.
+    """
     times = _seconds(context, work, 1000, at_least=0.1)
-    return statistics.fmean(times) if context.device.type == "cpu" else statistics.median(times)
+    return statistics.fmean(times) if ranks_share_cores(context) else statistics.median(times)
+
+
+def ranks_share_cores(context: Context) -> bool:
+    """Whether the device is a CPU with fewer cores than its ranks have threads."""
+    ranks = context.nodes.count(context.nodes[context.rank])
+    return context.device.type == "cpu" and ranks * torch.get_num_threads() > (os.cpu_count() or 1)
 
 
 def _by_rank(figures: dict[str, Any]) -> list[dict[str, Any]]:

@@ -333,3 +333,14 @@ def test_copies_between_host_and_device(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_time_of_a_launch() -> None:
     assert 1e-7 <= measurements.seconds_per_launch(context_of()) < 0.1
+
+
+@pytest.mark.parametrize(("ranks", "cores", "seconds"), [(2, 2, 1.0), (4, 2, 10.9)])
+def test_interruptions_count_where_ranks_share_cores(ranks: int, cores: int, seconds: float) -> None:
+    calls = [1.0] * 99 + [991.0]
+    with (
+        patch.object(measurements, "_seconds", return_value=calls),
+        patch("os.cpu_count", return_value=cores),
+        patch("torch.get_num_threads", return_value=1),
+    ):
+        assert measurements._usual_seconds(context_of(ranks), int) == pytest.approx(seconds)
