@@ -113,7 +113,13 @@ def predict(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, report: Report) -> dict[str, Any]:
-    links = [link for link in options.links if link is None or (report.note(reason) if (reason := why_no_link(link)) else True)]
+    links = []
+    for link in options.links:
+        reason = None if link is None else why_no_link(link)
+        if reason is None:
+            links.append(link)
+        else:
+            report.note(reason)
     places = [(world, link) for world in options.ranks for link in links]
     steps = [run_world(*place, options) for place in report.each(places, str)]
     return {"steps": steps, "models": predict(options)}
@@ -135,9 +141,9 @@ def show(results: dict[str, Any], report: Report) -> None:
     report.table("steps over a link", ("ranks", "link", "comm_dtype", "step, ms", "÷ bfloat16", "MB sent", "÷ bfloat16"), rows)
     rows = []
     for row in results["models"]:
-        cells = [f"{1e3 * row[name]['seconds']:.1f} ({1e3 * row[name]['waited']:.1f})" for name in list(DTYPES)[1:]]
+        steps = [f"{1e3 * row[name]['seconds']:.1f} ({1e3 * row[name]['waited']:.1f})" for name in list(DTYPES)[1:]]
         bytes_of = [f"{row[name]['sent'] / row['bfloat16']['sent']:.3f}" for name in list(DTYPES)[2:]]
-        rows.append((row["model"], row["mesh"], *cells, *bytes_of))
+        rows.append((row["model"], row["mesh"], *steps, *bytes_of))
     names = list(DTYPES)[1:]
     columns = (
         "model",

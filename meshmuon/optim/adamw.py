@@ -117,7 +117,7 @@ def _step_stochastically(param_group: ParamGroup, member: _Member, scratch: Roun
     lr, eps = param_group["lr"], adamw_eps(param_group)
     # An lr or a step count on a device stays a tensor: reading it would wait for the device.
     lr = copy_to(lr, param.device).reshape(()) if isinstance(lr, Tensor) and not known_to_host(lr) else float(lr)
-    count = float(step) if known_to_host(step) else step
+    count = max(float(step), 1.0) if known_to_host(step) else step  # 0 if the first step is skipped, which uses no result
     step_size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
     decay = 1 - lr * float(param_group["weight_decay"])
     words = RandomWords.of(state[COUNTER], elements_held(param.shape, held_ranges(param), shard.device).hashed())

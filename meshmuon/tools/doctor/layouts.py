@@ -19,7 +19,6 @@ from ...optim import DistMuon
 from ...params.dtensors import as_dtensor
 from ...plan import counted
 from ...torch_compat import dtensor_like, local_part
-from ...transport import all_gather_objects
 from .comparison import Comparison, Net, muon_on, named
 from .context import Context, Finding
 from .numerics import seeded
@@ -201,7 +200,9 @@ def stepped_side_by_side(
 def check_checkpoint(context: Context) -> Finding:
     """Saves on one mesh with torch's distributed checkpoints, loads on another, and steps on: as if never interrupted."""
     with context.doing("looking for NumPy"):
-        if not all(all_gather_objects(find_spec("numpy") is not None, dist.group.WORLD).values()):
+        has_numpy = [False] * context.world
+        dist.all_gather_object(has_numpy, find_spec("numpy") is not None)
+        if not all(has_numpy):
             return Finding("torch's distributed checkpoints need NumPy: pip install numpy", skipped=True)
     made: list[str | None] = [None]
     seen: list[bool] = [False] * context.world

@@ -163,7 +163,7 @@ def _value(scalar: float | Tensor) -> float | Tensor:
 
 
 def _host_views(views: Sequence[Int8View]) -> list[Int8View]:
-    return [Int8View(*_host([view.numbers, view.quanta, view.scales])[0], view.first) for view in views]
+    return [Int8View(host_values(view.numbers), host_values(view.quanta), host_values(view.scales), view.first) for view in views]
 
 
 def _host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
