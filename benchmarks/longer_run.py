@@ -219,7 +219,7 @@ def goals_of(results: Record, options: argparse.Namespace) -> list[Goal]:
 
 def plot(results: Record, figure: Figure) -> None:
     seconds = results["seconds_per_step"]
-    axes = figure.subplots(1, 2, sharey=True)
+    axes = figure.subplots(1, 2 if seconds else 1, sharey=True, squeeze=False)[0]
     for name, run in results["runs"].items():
         colour = COLOURS["ours" if name == "muon" else "AdamW"]
         steps, losses = ([point[key] for point in run["evals"]] for key in ("step", "loss"))
@@ -230,8 +230,9 @@ def plot(results: Record, figure: Figure) -> None:
     stops = [point["step"] for point in next(iter(results["runs"].values()))["resumed"]]
     axes[0].axvspan(stops[0], stops[1], color=COLOURS["floor"], lw=0, label="on one process, else on two")
     axes[0].set(xlabel="step", ylabel="loss, nats per byte (faint: training)", title="by steps")
-    axes[1].set(xlabel="minutes of training, at the seconds per step of an idle machine", title="by time")
     axes[0].legend()
+    if seconds:
+        axes[1].set(xlabel="minutes of training, at the seconds per step of an idle machine", title="by time")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
