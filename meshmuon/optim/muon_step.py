@@ -174,8 +174,7 @@ class MuonStep(torch.optim.Optimizer):
         extra, gpu = logits_text(step.qk_logits), self._collector.gpu
         if self._executor.settings is not self._settings:  # other kernels than asked for, on all ranks or on none
             extra += f", {self._executor.settings.bits}"
-        if step.only_prepares:
-            extra += ", prepare()"
+        extra += ", prepare()" if step.only_prepares else ""
 
         def hyperparameters() -> list[str]:
             """What ranks compare beside the plan: whatever decides the bits of an update."""
@@ -211,10 +210,9 @@ class MuonStep(torch.optim.Optimizer):
     def _prepare(self, step: StepContext) -> None:
         """Creates state and buffers if the plan is new. Nothing is sent before all ranks have theirs."""
         self._log_routes(step)
-        decision = step.decision
+        settings, decision = self._executor.settings, step.decision
         if not decision.prepares:
             return
-        settings = self._executor.settings
         try:
             torch_kinds = self._prepare_plan(step)
             if torch_kinds != settings.torch_kinds:  # once more, with what is now known to be fastest on all ranks
