@@ -161,6 +161,7 @@ def seconds_per_step(options: argparse.Namespace) -> dict[str, float]:
 
 def measure(options: argparse.Namespace, report: Report) -> Record:
     options.work.mkdir(parents=True, exist_ok=True)
+    del report.facts["options"]["work"]  # a path of this machine
     contenders = [Contender(name, options) for name in options.lrs]
     with ThreadPoolExecutor(len(contenders)) as pool:  # at the same time: a busy machine slows both
         runs = dict(zip(options.lrs, pool.map(Contender.run, contenders), strict=True))

@@ -183,7 +183,7 @@ class MuonStep(torch.optim.Optimizer):
             return [f"{text}, {compared}" for text in hyperparameters_of(self._groups)]
 
         without_state = [k for k in self._collector.without_state if self._keeps(step.records[k])]
-        states: Mapping[Tensor, Any] = self.state
+        states: Mapping[Tensor, dict[str, Any]] = self.state
         prepared_plan = None if step.only_prepares and without_state else self._executor.plan
         if self._only_prepared:  # its zeros are no state: if another rank has loaded some, this one has lost its own
             with_grad = (ParamIndex(k) for k, has_grad in enumerate(step.has_grad) if has_grad)

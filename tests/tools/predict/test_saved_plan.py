@@ -32,6 +32,8 @@ def drawn_plan(seed: int) -> Plan:
         )
         for param in random_entries(rng)
     ]
+    back = rng.choice([None, 1, 4])  # the same in a lane
+    params = [replace(param, itemsize_back=back) for param in params]
     if rng.random() < 0.3:
         params.append(entry("plain", (4, 6), Mesh((1,), (0,)), (Replicated(),), private=True, lane=("cpu", 4)))
     options = replace(
