@@ -93,7 +93,7 @@ def _over_ranks(found: Sequence[BlockMaxima]) -> list[Tensor]:
         sharded = as_dtensor(param)
         return None if sharded is None or blocks is None else (sharded.device_mesh, blocks.reduced_axes, param.device)
 
-    reduced = {}
+    reduced: dict[int, Tensor] = {}
     for indices in grouped(range(len(found)), ranks_of):
         first, entries = found[indices[0]].parts[0], [found[k].maxima for k in indices]
         assert first.blocks is not None
