@@ -307,6 +307,22 @@ def test_scores_that_attention_has_found_itself() -> None:
     assert torch.equal(logits.collect()[0], scores.amax((0, 2)))
 
 
+def test_the_log_sum_exp_of_flash_attention_is_a_bound() -> None:
+    """Above the largest logit by at most the logarithm of the number of keys, by nothing where a head is about to explode."""
+    keys = 64
+    q, k, v = random(3, 2, 4, keys, 16) * torch.tensor([1.0, 2.0, 4.0, 8.0])[:, None, None]
+    _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)
+    logits = MaxLogits()
+    with logits.collecting():
+        logits.observe_scores("bound", lse)
+        logits.observe("exact", q, k, causal=True)
+    largest = logits.collect()
+    above = largest["bound"] - largest["exact"]
+    assert above.min() > -1e-3
+    assert above.max() < math.log(keys) + 1e-3
+    assert above[-1] < 1e-3
+
+
 def test_nan_becomes_infinity() -> None:
     logits = MaxLogits()
     with logits.collecting():
