@@ -516,8 +516,9 @@ def test_hyperball_says_that_a_shard_of_zeros_is_what_a_rank_sees() -> None:
     def refused(rank: int) -> str:
         weight = draw((4, 6), 0)
         weight[2:] = 0
-        param = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (2,)), [Shard(0)]))
-        param.grad = distribute_tensor(draw((4, 6), 1), param.device_mesh, param.placements)
+        mesh = init_device_mesh("cpu", (2,))
+        param = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+        param.grad = distribute_tensor(draw((4, 6), 1), mesh, [Shard(0)])
         with pytest.raises(ConfigError) as error:
             optimizer_for([param], rule="hyperball", expert_keys=None).step()
         return str(error.value)
