@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..errors import ConfigError, shown
 from ..ortho import Orthogonalizer, Scheme
 
 
@@ -69,8 +70,13 @@ def scaled(rules: Iterable[UpdateRule], numbers: WeightNumbers) -> WeightNumbers
     """``numbers`` with the decay and rate that those rules make of them which have ``scale``."""
     for rule in rules:
         if (scale := getattr(rule, "scale", None)) is not None:
-            decay, rate = scale(numbers)
-            numbers = replace(numbers, decay=decay, rate=rate)
+            factors = scale(numbers)
+            if not isinstance(factors, tuple) or [getattr(factor, "shape", None) for factor in factors] != [numbers.lr.shape] * 2:
+                raise ConfigError(
+                    f"rule={shown(rule)}: its scale() must return two tensors (decay, rate) with one number per matrix each, as "
+                    f"numbers.decay and numbers.rate are; it returned {shown(factors)}."
+                )
+            numbers = replace(numbers, decay=factors[0], rate=factors[1])
     return numbers
 
 

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -417,6 +417,27 @@ class Seen:
     def scale(self, numbers: WeightNumbers) -> tuple[Tensor, Tensor]:
         self.seen.append(numbers)
         return 2 * numbers.decay, 2 * numbers.rate
+
+
+@dataclass(frozen=True)
+class Returns(Seen):
+    """Returns what it is told to."""
+
+    what: Any = None
+
+    def scale(self, numbers: WeightNumbers) -> tuple[Tensor, Tensor]:
+        return cast(tuple[Tensor, Tensor], self.what)
+
+
+@pytest.mark.parametrize("what", [None, torch.ones(1), (1.0, 0.5), (torch.ones(1), torch.ones(7)), (torch.ones(1),) * 3], ids=str)
+def test_refuses_factors_that_are_not_two_numbers_per_matrix(what: Any) -> None:
+    param = nn.Parameter(draw((6, 4), 0))
+    param.grad = draw((6, 4), 1)
+    optimizer = optimizer_for([param], rule=["normuon", Returns(what=what)])
+    with pytest.raises(ConfigError, match=r"its scale\(\) must return two tensors \(decay, rate\)"):
+        optimizer.step()
+    assert torch.equal(param.detach(), draw((6, 4), 0))
+    assert not optimizer.state[param].get("momentum_buffer", torch.zeros(1)).any()
 
 
 def test_a_rule_of_ones_own_sees_numbers_of_the_weight() -> None:
