@@ -185,7 +185,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.links, options.models, options.rounds = LINKS, MODELS, options.rounds or 7
     if options.quick:
-        options.links, options.models, options.ranks, options.width = (None,), MODELS[3:4], [2], 128
+        options.links, options.models, options.ranks, options.width = (None,), (("llama3-8b", "dp_shard=8"),), [2], 128
         options.layers, options.rounds = 1, 2
 
 

@@ -280,10 +280,9 @@ def runtime(args: argparse.Namespace) -> Runtime:
         nproc = int(os.environ["WORLD_SIZE"])
     if args.batch_size % nproc:
         raise ValueError(f"--batch-size {args.batch_size} does not divide over {nproc} processes: change it or --nproc")
-    if args.microbatches and (args.microbatches % nproc or args.batch_size % args.microbatches):
-        raise ValueError(
-            f"--microbatches {args.microbatches} must divide by {nproc} processes, and --batch-size {args.batch_size} by it"
-        )
+    microbatches = getattr(args, "microbatches", None)
+    if microbatches and (microbatches % nproc or args.batch_size % microbatches):
+        raise ValueError(f"--microbatches {microbatches} must divide by {nproc} processes, and --batch-size {args.batch_size} by it")
     rank = int(os.environ.get("RANK", "0")) if nproc > 1 else 0
     if name == "cuda" and nproc > 1:
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"

@@ -16,7 +16,7 @@ from .step_param import (
     StepParam,
     StepSettings,
 )
-from .update_rule import RULE_STATE, UpdateRule, WeightNumbers, may_fail, rule_memories
+from .update_rule import RULE_STATE, UpdateRule, WeightNumbers, may_fail, rule_memories, scaled
 from .views import window_of
 
 __all__ = [
@@ -49,5 +49,6 @@ __all__ = [
     "may_fail",
     "round_stochastically",
     "rule_memories",
+    "scaled",
     "window_of",
 ]

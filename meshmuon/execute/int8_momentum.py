@@ -31,6 +31,7 @@ class MomentumBlocks:
     of_matrix: dict[StridedRange | None, slice]  # by the columns of a window, None for all: the blocks of its matrices here
     shared: bool = False  # ranks or shards share blocks: their scales are found before any shard is filled
     reduced_axes: tuple[int, ...] = ()  # axes of the mesh along which ranks share blocks, and along which scales are replicated
+    unseen: bool = False  # some of these ranks have no columns of a matrix, but its scales
 
     def of_shard(self, part: MatrixSet, cut: Cut | None) -> ShardBlocks:
         """The blocks of a cut of the local tensor that belongs to ``part``."""

@@ -84,10 +84,8 @@ class MomentumViews:
                     fallible += [(shard.key, buffer, buffer.clone()) for shard, buffer in zip(shards, momenta, strict=True)]
                     fallible += [(shard.key, now, old.clone()) for shard, (now, old) in zip(shards, scales, strict=False)]
                 settings, gradients = first.settings, _gradients(shards, step)
-                views, factors = (
-                    [shard.view for shard in shards],
-                    (settings.momentum if settings.nesterov else None, settings.gain),
-                )
+                factors = settings.momentum if settings.nesterov else None, settings.gain
+                views = [shard.view for shard in shards]
                 if scales:
                     in_int8 = list(map(_int8_momentum, shards, momenta, scales))
                     step.elementwise.fill_int8(views if sent else None, gradients, in_int8, settings.retain, *factors)
@@ -143,10 +141,8 @@ class UpdateViews:
         if self._slot is None:
             return None
         shards = [_without(shards, step.idle) for shards in self._groups]
-        momenta, scales = (
-            [_momenta(of_group, step) for of_group in shards],
-            [_scales(of_group, step.params) for of_group in shards],
-        )
+        momenta = [_momenta(of_group, step) for of_group in shards]
+        scales = [_scales(of_group, step.params) for of_group in shards]
         copied = [buffer for buffers in momenta for buffer in buffers] + [old for pairs in scales for _, old in pairs]
         before = dict[Tensor, Tensor]()
         for of_dtype in grouped(copied, lambda buffer: buffer.dtype):

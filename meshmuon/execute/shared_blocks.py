@@ -61,20 +61,44 @@ def find_shared_scales(step: RunningStep) -> None:
 
 def store_scales(found: Sequence[BlockMaxima]) -> None:
     """Stores the scales that follow from the maxima of all ranks; the step parameters keep the old ones."""
+    for entry, maxima in zip(found, _over_ranks(found), strict=True):
+        for step_param in entry.parts:
+            assert step_param.momentum_scales is not None
+            step_param.old_scales = local_part(step_param.momentum_scales).clone()
+        entry.momentum.store_scales(*maxima)
 
-    def ranks_of(entry: BlockMaxima) -> object:
-        param, blocks = entry.parts[0].param, entry.parts[0].blocks
+
+def share_kept_scales(step: RunningStep, *, guarded: bool) -> None:
+    """After a step in which matrices may have kept their momentum: gives ranks without columns of these the scales, too.
+
+    (64, 300) in shards of 128, 128, 44 and 0 columns: the last rank sees no element of the update, so not that it has failed.
+    """
+    found = []
+    for indices in grouped((k for k in range(len(step.params)) if k not in step.idle), lambda k: step.params[k].param):
+        parts = [step.params[k] for k in indices]
+        if parts[0].blocks is not None and parts[0].blocks.unseen and (guarded or parts[0].fallible) and has_part(parts[0].param):
+            momentum = whole_momentum(parts[0])
+            held = momentum.largest(torch.ones(momentum.quanta.shape, device=momentum.quanta.device))
+            bits = momentum.scales.view(torch.int16)  # in the order of the scales, NaN last
+            found.append(BlockMaxima(parts, momentum, torch.where(held > 0, bits.float(), 0.0)))
+    for entry, bits in zip(found, _over_ranks(found), strict=True):
+        entry.momentum.scales.view(torch.int16).copy_(bits)
+
+
+def _over_ranks(found: Sequence[BlockMaxima]) -> list[Tensor]:
+    """The maxima over all ranks that share the blocks, in the order of ``found``."""
+
+    def ranks_of(k: int) -> object:
+        param, blocks = found[k].parts[0].param, found[k].parts[0].blocks
         sharded = as_dtensor(param)
         return None if sharded is None or blocks is None else (sharded.device_mesh, blocks.reduced_axes, param.device)
 
-    for entries in grouped(found, ranks_of):
-        first, sizes = entries[0].parts[0], [entry.maxima.numel() for entry in entries]
+    reduced: dict[int, Tensor] = {}
+    for indices in grouped(range(len(found)), ranks_of):
+        first, entries = found[indices[0]].parts[0], [found[k].maxima for k in indices]
         assert first.blocks is not None
-        flat = copy_to(torch.cat([entry.maxima.flatten() for entry in entries]), first.work_device)
+        flat = copy_to(torch.cat([maxima.flatten() for maxima in entries]), first.work_device)
         reduce_over_axes(flat, first.param, first.blocks.reduced_axes)
-        flat = copy_to(flat, first.param.device)
-        for entry, maxima in zip(entries, torch.split(flat, sizes), strict=True):
-            for step_param in entry.parts:
-                assert step_param.momentum_scales is not None
-                step_param.old_scales = local_part(step_param.momentum_scales).clone()
-            entry.momentum.store_scales(*maxima.view(entry.maxima.shape))
+        of_entries = torch.split(copy_to(flat, first.param.device), [maxima.numel() for maxima in entries])
+        reduced |= {k: maxima.view(found[k].maxima.shape) for k, maxima in zip(indices, of_entries, strict=True)}
+    return [reduced[k] for k in range(len(found))]

@@ -60,9 +60,7 @@ class StepParam:
     rule_state: Sequence[Tensor] = ()  # for each rule that remembers, its numbers, laid out like the parameter
     counter: Tensor | None = None  # key and count of the random bits of stochastic rounding; None for rounding to nearest
     momentum_scales: Tensor | None = None  # of momentum in int8; None for any other, and between steps
-    old_scales: Tensor | None = (
-        None  # those of before the step, on this rank, where ``momentum_scales`` had to be found before all else
-    )
+    old_scales: Tensor | None = None  # on this rank, before the step, if new ``momentum_scales`` had to be found before all else
     blocks: MomentumBlocks | None = None  # of momentum in int8
     elements: Elements | None = None  # the elements of the whole parameter that this rank holds, hashed; None without a counter
 

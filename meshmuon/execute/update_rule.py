@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -63,6 +63,15 @@ class WeightNumbers:
     rate: Tensor  # factor of U: lr times that of ``adjust_lr_fn``, or what the rule before has made of it
     decay: Tensor  # factor of W: 1 − lr·weight_decay, or what the rule before has made of it
     shape: tuple[int, int]  # outputs and inputs of the matrices
+
+
+def scaled(rules: Iterable[UpdateRule], numbers: WeightNumbers) -> WeightNumbers:
+    """``numbers`` with the decay and rate that those rules make of them which have ``scale``."""
+    for rule in rules:
+        if (scale := getattr(rule, "scale", None)) is not None:
+            decay, rate = scale(numbers)
+            numbers = replace(numbers, decay=decay, rate=rate)
+    return numbers
 
 
 RULE_STATE = "rule_memory"

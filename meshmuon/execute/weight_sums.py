@@ -14,14 +14,14 @@ places that the matrix has anywhere, in which no stretch has cut off any.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..device import copy_to
 from .step_param import RunningStep, StepParam, StepSettings
-from .update_rule import WeightNumbers
+from .update_rule import WeightNumbers, scaled
 
 _BITS = 32  # of a digit
 _LOWEST = -224  # exponent of the lowest place: elements below 2⁻¹¹² count as zero
@@ -90,11 +90,7 @@ class Factors:
         weight, update, inner = sums.unbind(1)
         lr = each(settings.rate)
         rate, decay = lr * settings.adjust(*shape), each(settings.decay)
-        numbers = WeightNumbers(weight.sqrt(), update.sqrt(), inner, lr, rate, decay, shape)
-        for rule in step_param.rules:
-            if (scale := getattr(rule, "scale", None)) is not None:
-                decay, rate = scale(numbers)
-                numbers = replace(numbers, decay=decay, rate=rate)
+        numbers = scaled(step_param.rules, WeightNumbers(weight.sqrt(), update.sqrt(), inner, lr, rate, decay, shape))
         # A step with an lr of 0, also one that is skipped, changes nothing.
         return cls(torch.where(lr == 0, 0.0, 1 - numbers.decay), torch.where(lr == 0, 0.0, numbers.rate))
 

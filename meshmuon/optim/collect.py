@@ -134,7 +134,7 @@ class Collector:
                 snapshot.accept_state(states)
             self.without_state = tuple(k for k in self.lacking_state if self.has_grad[k])
             for record in map(self.records.__getitem__, self.without_state):
-                check_norm(record.name, local_part(record.param), record.matrix_sets or (), record.rules)
+                check_norm(record.name, record.param, record.matrix_sets or (), record.rules)
             self._checked_has_grad = self.has_grad
         return same_state and not self.without_state
 

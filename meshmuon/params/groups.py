@@ -18,6 +18,7 @@ from ..device import known_to_host
 from ..errors import ConfigError
 from ..execute import rule_memories
 from ..matrices import MatrixOptions, MatrixSet, check_expert_keys, check_matrices, find_matrices
+from ..torch_compat import local_part
 from .arguments import fill_own_names
 from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, refuse_uninitialised, shown
 from .dtensors import check_memory, check_placement
@@ -242,15 +243,27 @@ def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rules: Sequen
         )
 
 
-def check_norm(name: str, weight: Tensor, matrix_sets: Sequence[MatrixSet], rules: Sequence[UpdateRule]) -> None:
-    """Refuses a weight of zeros whose norm is to be kept, where its first gradient arrives; ``weight`` is this rank's part."""
+def check_norm(name: str, param: Tensor, matrix_sets: Sequence[MatrixSet], rules: Sequence[UpdateRule]) -> None:
+    """Refuses a weight of zeros whose norm is to be kept, where its first gradient arrives. A rank sees its own shard only."""
+    weight = local_part(param)
     if not weight.numel() or not any(isinstance(rule, Hyperball) and rule.rms is None for rule in rules):
         return
-    if not bool(weight.flatten(matrix_sets[0].stack_dims).count_nonzero(-1).all()):
-        raise ConfigError(
-            f"{name}: Hyperball keeps the norm of a weight, and here is a matrix of zeros, which would stay zero. Initialise it "
-            "with other values, give it a group with another rule, or say which norm it shall have: rule=Hyperball(rms=0.02)."
-        )
+    first = matrix_sets[0].stack_dims
+    whole = weight.shape[first:] == param.shape[first:]
+    for part in matrix_sets if whole else matrix_sets[:1]:
+        piece = weight
+        if whole and part.window is not None:
+            for dim, part_range in enumerate(part.window, first):
+                if part_range.length < piece.size(dim):
+                    blocks = (part_range.start + k * part_range.period for k in range(part_range.count))
+                    indices = [index for block in blocks for index in range(block, block + part_range.size)]
+                    piece = piece.index_select(dim, torch.tensor(indices, device=piece.device))
+        if not bool(piece.flatten(first).count_nonzero(-1).all()):
+            zeros = "matrix of zeros, which would stay zero" if whole else "shard of zeros; a matrix of zeros would stay zero"
+            raise ConfigError(
+                f"{name}: Hyperball keeps the norm of a weight, and here is a {zeros}. Initialise it with other values, give it "
+                "a group with another rule, or say which norm it shall have: rule=Hyperball(rms=0.02)."
+            )
 
 
 def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -57,7 +58,9 @@ def _momentum_blocks(
     scales = Layout(scales_shape, layout.mesh, layout.placements)
     index = _taken(block_of, layout.held_ranges(rank)[first:])
     if axes and not _same_cuts(block_of, layout, scales, first):
-        return MomentumBlocks(scales_shape, index.to(device), spans, shared=True, reduced_axes=axes)
+        shards = [_taken(block_of, ranges) for ranges in product(*(layout.cuts(dim) for dim in range(first, len(shape))))]
+        unseen = any(not ((held >= span.start) & (held < span.stop)).any() for held in shards for span in spans.values())
+        return MomentumBlocks(scales_shape, index.to(device), spans, shared=True, reduced_axes=axes, unseen=unseen)
     held = _taken(_numbers(count), scales.held_ranges(rank)[first : first + 1])
     place = torch.zeros_like(_numbers(count)).index_copy_(0, held, _numbers(len(held)))
     here = {window: [k for k, b in enumerate(held.tolist()) if span.start <= b < span.stop] for window, span in spans.items()}

@@ -215,12 +215,17 @@ class Footprint:
             sizes = gathered[number] - own.gather, sent[number] * replicas - own.scatter
             self._owner_bytes.append((task.owner, *sizes, apart))
 
-    def bytes_by_rank(self, waves: Sequence[int], in_flight: int) -> Counter[int]:
-        """Rank → bytes of all its buffers when matrix k is in wave ``waves[k]``; ranks without buffers may be missing."""
+    def shard_bytes(self, waves: Sequence[int], in_flight: int) -> Counter[int]:
+        """Rank → bytes of all its ``shards`` when matrix k is in wave ``waves[k]``."""
         shards: Counter[tuple[int, int]] = Counter()  # (kind, wave) → bytes
         for (wave, matrix), count in Counter(zip(waves, self._numbers, strict=True)).items():
             for kind, size in self._pieces[matrix]:
                 shards[kind, wave] += count * size
+        by_kind = _slots(shards, in_flight)
+        return Counter({rank: by_kind[kind] for rank, kind in self._kind_of.items()})
+
+    def bytes_by_rank(self, waves: Sequence[int], in_flight: int) -> Counter[int]:
+        """The same of all buffers; ranks without buffers may be missing."""
         received: Counter[tuple[int, int]] = Counter()  # (owner, wave) → bytes, as in ``results``
         results: Counter[tuple[int, int]] = Counter()
         apart: set[tuple[int, int]] = set()
@@ -229,8 +234,7 @@ class Footprint:
             results[owner, wave] += sent
             if needs_results:  # of replicas, or in another dtype: the results of the whole wave need a separate buffer
                 apart.add((owner, wave))
-        by_kind = _slots(shards, in_flight)
-        total = Counter({rank: by_kind[kind] for rank, kind in self._kind_of.items()})
+        total = self.shard_bytes(waves, in_flight)
         total.update(_slots(received, in_flight))
         total.update(_slots({at: results[at] for at in apart}, in_flight))
         return total

@@ -19,6 +19,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "demo_share": (),
     "fine_tuning": (),
     "first_experiment": ("--tasks", "ViT", "ConvNet"),
+    "int8": (),
     "launches": (),
     "longer_run": ("--only", "muon", "--untimed"),
     "loss_by_rounding": (),

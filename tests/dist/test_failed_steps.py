@@ -28,7 +28,7 @@ from meshmuon.execute import settings as executor_settings
 from meshmuon.ortho.kernels import products
 from meshmuon.ortho.kernels.products import BlockedProducts
 from meshmuon.ortho.kernels.tilings import ProductKind
-from meshmuon.state.param_state import MOMENTUM
+from meshmuon.state.param_state import MOMENTUM, SCALES
 from meshmuon.transport import collectives as small_collectives
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
@@ -109,9 +109,10 @@ class Rank:
         return [whole(param) for param in self.params]
 
     def everything(self) -> list[Tensor]:
-        """Weights, momenta and rule state."""
+        """Weights, momenta, their scales, and rule state."""
         states = [self.optimizer.state[param] for param in self.params]
-        return self.whole() + [whole(state[key]) for key in (MOMENTUM, RULE_STATE) for state in states if key in state]
+        keys = MOMENTUM, SCALES, RULE_STATE
+        return self.whole() + [whole(state[key]) for key in keys for state in states if key in state]
 
 
 def whole(param: Tensor) -> Tensor:
@@ -138,6 +139,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "without Nesterov": {"nesterov": False},
     "rule": {"rule": MoodyRule(), "scheme": "auto"},
     "skip": {"nonfinite": "skip"},
+    "int8 momentum": {"momentum_dtype": torch.int8},
     "DistMuon": {"weight_decay": 0.1, "adjust_lr_fn": "original"},
 }
 CASES = [(layout, name) for layout in LAYOUTS for name in OPTIONS if name != "DistMuon" or layout == "plain replicas"]

@@ -19,7 +19,7 @@ from meshmuon import ConfigError, Muon
 from meshmuon.execute import buffers, int8
 from meshmuon.plan import NO_WAVE, wire
 from tests.dist.test_cases import GENERATE, Drawn
-from tests.support.cases import Held, held_by, place, sharded, single
+from tests.support.cases import SCALES, Held, held_by, place, placed_like, sharded, single
 from tests.support.counting import counted
 from tests.support.random_layouts import cases
 from tests.support.tensors import local, same
@@ -47,10 +47,11 @@ def exact(dtypes: Any) -> bool:
 
 
 @settings(max_examples=25, phases=GENERATE, deadline=None)
-@given(cases(steps=3), st.sampled_from(DTYPES), st.sampled_from([3, 4, 128]))
-def test_any_case_has_the_bits_of_the_rounding_reference_path(drawn: Drawn, dtypes: Any, block: int) -> None:
+@given(cases(steps=3), st.sampled_from(DTYPES), st.sampled_from([3, 4, 128]), st.booleans())
+def test_any_case_has_the_bits_of_the_rounding_reference_path(drawn: Drawn, dtypes: Any, block: int, in_int8: bool) -> None:
+    """``in_int8`` is of the momentum, too."""
     case, layouts, replica_group = drawn
-    options = {**case.options, "comm_dtype": dtypes}
+    options = {**case.options, "comm_dtype": dtypes, **({"momentum_dtype": torch.int8} if in_int8 else {})}
     case = replace(case, options=options, threads=1, divided=replica_group)
     held: Held = run_threads(layouts.world, lambda rank: held_by(case, layouts.build()))
 
@@ -75,6 +76,9 @@ def test_any_case_has_the_bits_of_the_rounding_reference_path(drawn: Drawn, dtyp
             if param.muon and "momentum_buffer" in rounded[1][k]:
                 whole = place(case, meshes, k, rounded[1][k]["momentum_buffer"])
                 same(states[k]["momentum_buffer"], local(whole), f"momentum {k}")
+            if param.muon and SCALES in rounded[1][k]:
+                scales = states[k][SCALES]
+                same(local(scales), local(placed_like(rounded[1][k][SCALES], scales)), f"scales {k}")
         return steps
 
     with blocks_of(block):

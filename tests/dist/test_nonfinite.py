@@ -184,6 +184,7 @@ GUARDED: dict[str, tuple[Layout, dict[str, Any]]] = {
     "one matrix per wave, bfloat16 on the wire": (Layout(4, (S0,)), {"chunk_size": 1, "comm_dtype": torch.bfloat16}),
     "cautious decay, momentum of 16 bits": (Layout(2, (S1,)), {"cautious_weight_decay": True, "momentum_dtype": torch.bfloat16}),
     "the reference path": (LAYOUTS["TP×FSDP"], {"reference_path": True}),
+    "int8 momentum, a rank with scales only": (Layout(4, (S1,)), {"momentum_dtype": torch.int8}),
     "DistMuon": (Layout(2, None), {"kind": DistMuon}),
 }
 

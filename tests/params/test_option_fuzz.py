@@ -84,6 +84,7 @@ OBJECTS: list[Any] = [
 ]  # fmt: skip
 DTYPES: list[Any] = [
     torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.complex64, torch.bool, "float32",
+    (torch.bfloat16, torch.int8), [None, torch.int8], (torch.int8, torch.bool), (torch.int8,) * 3,
 ]  # fmt: skip
 VALUES = [*NUMBERS, *ODD_NUMBERS, *TENSORS, *TEXTS, *COLLECTIONS, *SCHEMES, *OBJECTS, *DTYPES]
 
@@ -118,6 +119,14 @@ def choice(*texts: str) -> Callable[[Any], bool]:
 
 def dtype_or_none(value: Any) -> bool:
     return value is None or value in (torch.float32, torch.bfloat16, torch.float64)
+
+
+def dtype_or_int8(value: Any) -> bool:
+    return not isinstance(value, (Tensor, np.ndarray)) and (value is torch.int8 or dtype_or_none(value))
+
+
+def dtypes_on_the_wire(value: Any) -> bool:
+    return all(map(dtype_or_int8, value if type(value) in (tuple, list) and len(value) == 2 else [value]))
 
 
 def pair(value: Any) -> bool:
@@ -157,7 +166,7 @@ GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "matrices": lambda value: value is None or (isinstance(value, dict) and not value),
     "rounding": choice("nearest", "stochastic"),
     "compute_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
-    "momentum_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and (value is torch.int8 or dtype_or_none(value)),
+    "momentum_dtype": dtype_or_int8,
     "rule": lambda value: isinstance(value, NorMuon) or choice("plain", "normuon", "muon_plus", "muoneq")(value),
 }
 OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
@@ -174,7 +183,7 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "replicas": choice("auto", "share", "repeat"),
     "nonfinite": choice("propagate", "skip", "raise"),
     "compile": flag,
-    "comm_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
+    "comm_dtype": dtypes_on_the_wire,
     "replica_group": lambda value: value is None,
     "cost_model": lambda value: value is None,
     "adamw_lr": lambda value: value is None or within(0, LARGEST, scale=10.0)(value),  # AdamW's first step divides by 1 − beta1

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshmuon import (
     ConfigError,
@@ -27,6 +29,7 @@ from meshmuon import (
 from tests.support.bounds import moved_error, orthogonalize_error, unit
 from tests.support.reference import group, make_params, run
 from tests.support.rules import Drag
+from tests.support.threads import run_threads
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 7), (7, 1)]
 LR, DECAY, MU = 0.01, 0.5, 0.9
@@ -475,6 +478,32 @@ def test_hyperball_refuses_zeros_unless_it_is_told_a_norm() -> None:
     assert "group 0: Hyperball moves each matrix by 0.01 of its norm a step" in str(optimizer.routing_table())
     with pytest.raises(ConfigError, match="Hyperball keeps the norm of a weight and takes no weight decay"):
         optimizer_for([param], rule=["normuon", "hyperball"], cautious_weight_decay=True)
+
+
+def test_hyperball_refuses_a_fused_weight_with_zeros_in_one_part() -> None:
+    weight = draw((6, 4), 0)
+    weight[4:] = 0
+    param = nn.Parameter(weight)
+    param.grad = draw((6, 4), 1)
+    with pytest.raises(ConfigError, match="here is a matrix of zeros, which would stay zero"):
+        optimizer_for([param], rule="hyperball", split=(4, 2), expert_keys=None).step()
+    optimizer_for([param], rule="hyperball", split=(2, 4), expert_keys=None).step()
+    assert param.detach()[4:].any()
+
+
+def test_hyperball_says_that_a_shard_of_zeros_is_what_a_rank_sees() -> None:
+    def refused(rank: int) -> str:
+        weight = draw((4, 6), 0)
+        weight[2:] = 0
+        param = nn.Parameter(distribute_tensor(weight, init_device_mesh("cpu", (2,)), [Shard(0)]))
+        param.grad = distribute_tensor(draw((4, 6), 1), param.device_mesh, param.placements)
+        with pytest.raises(ConfigError) as error:
+            optimizer_for([param], rule="hyperball", expert_keys=None).step()
+        return str(error.value)
+
+    texts = run_threads(2, refused)
+    assert texts[0] == texts[1]
+    assert "here is a shard of zeros; a matrix of zeros would stay zero" in texts[0]
 
 
 def test_states_of_lists_and_older_ones_load() -> None:

@@ -300,9 +300,14 @@ def check_shards(
                 assert key in COUNTERS or not state[key].any(), f"{key} of parameter {k}"
             else:
                 cut = whole[key] if key in COUNTERS else place(case, meshes, k, whole[key])
-                if key == SCALES and isinstance(scales := state[key], DTensor):
-                    cut = distribute_tensor(whole[key], scales.device_mesh, scales.placements, src_data_rank=None)
+                if key == SCALES:
+                    cut = placed_like(whole[key], state[key])
                 same(local(state[key]), local(cut), f"{key} of parameter {k}")
+
+
+def placed_like(whole: Tensor, like: Tensor) -> Tensor:
+    """Torch itself cuts a whole tensor as the scales of momentum in int8 are cut."""
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None) if isinstance(like, DTensor) else whole
 
 
 def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int, int], set[int]]) -> None:

@@ -125,7 +125,8 @@ class Sweep:
         for optimizer in _COLOURS:
             losses = self.losses(optimizer)
             lowest = min(losses, key=losses.__getitem__)
-            best.append(f"{optimizer}(model, lr={lowest:g}) with {losses[lowest]:.4f}")
+            found = f"{optimizer}(model, lr={lowest:g}) with {losses[lowest]:.4f}"
+            best.append(found if math.isfinite(losses[lowest]) else f"{optimizer}, which diverged with every lr")
             for lr, loss in losses.items():
                 mark = "best" if lr == lowest and math.isfinite(loss) else ""
                 rows.append((optimizer, f"{lr:g}", "diverged" if math.isinf(loss) else f"{loss:.4f}", mark))

@@ -116,6 +116,8 @@ def test_learning_rates_beyond_the_best_are_tried(tmp_path: Path, capsys: pytest
     printed = capsys.readouterr().out
     assert "Muon       0.16  diverged" in printed
     assert "Best: Muon(model, lr=0.08)" in printed
+    assert sweep("train_rising", tmp_path / "adamw", "--adamw-lrs", "0.2", "--lrs", "0.01") == 0
+    assert "with 0.9900, beside AdamW, which diverged with every lr." in capsys.readouterr().out
 
 
 def test_a_returned_loss_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
