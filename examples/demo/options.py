@@ -282,7 +282,9 @@ def runtime(args: argparse.Namespace) -> Runtime:
         raise ValueError(f"--batch-size {args.batch_size} does not divide over {nproc} processes: change it or --nproc")
     microbatches = getattr(args, "microbatches", None)
     if microbatches and (microbatches % nproc or args.batch_size % microbatches):
-        raise ValueError(f"--microbatches {microbatches} must divide by {nproc} processes, and --batch-size {args.batch_size} by it")
+        raise ValueError(
+            f"--microbatches {microbatches} must divide by {nproc} processes, and --batch-size {args.batch_size} by it"
+        )
     rank = int(os.environ.get("RANK", "0")) if nproc > 1 else 0
     if name == "cuda" and nproc > 1:
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"

@@ -184,8 +184,7 @@ class Executor(StepExecutor):
 
         def finish(waves: Sequence[Iterator[None]]) -> None:
             if asking := [wave for wave in waves if next(wave, _ENDED) is not _ENDED]:  # for sums over weights
-                with streams.on_side_stream(step.ready):
-                    reduce_tables(step)
+                reduce_tables(step)
                 finish_all(asking)
 
         run_pipeline(waves, order, run_local_batches, before_last_results, finish)

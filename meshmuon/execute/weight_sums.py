@@ -129,9 +129,10 @@ class WeightSums:
 def reduce_tables(step: RunningStep) -> None:
     """Completes the tables of all waves that are about to apply their updates, on all ranks, in one reduction per device."""
     assert step.exchange is not None
-    for device in dict.fromkeys(device for _, device in step.unreduced):
-        tables = [table for table, reduced_on in step.unreduced if reduced_on == device]
-        total = copy_to(torch.cat(tables), device)
-        step.exchange.add_up(total, phase="scatter")
-        torch._foreach_copy_(tables, torch.split(copy_to(total, tables[0].device), [len(table) for table in tables]))
+    with step.streams.on_side_stream(step.ready):
+        for device in dict.fromkeys(device for _, device in step.unreduced):
+            tables = [table for table, reduced_on in step.unreduced if reduced_on == device]
+            total = copy_to(torch.cat(tables), device)
+            step.exchange.add_up(total, phase="scatter")
+            torch._foreach_copy_(tables, torch.split(copy_to(total, tables[0].device), [len(table) for table in tables]))
     step.unreduced.clear()
