@@ -73,14 +73,15 @@ def share_kept_scales(step: RunningStep, *, guarded: bool) -> None:
 
     (64, 300) in shards of 128, 128, 44 and 0 columns: the last rank sees no element of the update, so not that it has failed.
     """
+    unseen = [k for k, each in enumerate(step.params) if each.blocks is not None and each.blocks.unseen and k not in step.idle]
+    may_stay = (k for k in unseen if (guarded or step.params[k].fallible) and has_part(step.params[k].param))
     found = []
-    for indices in grouped((k for k in range(len(step.params)) if k not in step.idle), lambda k: step.params[k].param):
+    for indices in grouped(may_stay, lambda k: step.params[k].param):
         parts = [step.params[k] for k in indices]
-        if parts[0].blocks is not None and parts[0].blocks.unseen and (guarded or parts[0].fallible) and has_part(parts[0].param):
-            momentum = whole_momentum(parts[0])
-            held = momentum.largest(torch.ones(momentum.quanta.shape, device=momentum.quanta.device))
-            bits = momentum.scales.view(torch.int16)  # in the order of the scales, NaN last
-            found.append(BlockMaxima(parts, momentum, torch.where(held > 0, bits.float(), 0.0)))
+        momentum = whole_momentum(parts[0])
+        held = momentum.largest(torch.ones(momentum.quanta.shape, device=momentum.quanta.device))
+        bits = momentum.scales.view(torch.int16)  # in the order of the scales, NaN last
+        found.append(BlockMaxima(parts, momentum, torch.where(held > 0, bits.float(), 0.0)))
     for entry, bits in zip(found, _over_ranks(found), strict=True):
         entry.momentum.scales.view(torch.int16).copy_(bits)
 
