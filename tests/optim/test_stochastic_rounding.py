@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import ConfigError, Muon, RoutingWarning, StateError
+from meshmuon.execute import RoundingScratch
+from meshmuon.optim.adamw import _step_stochastically
 from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
 from tests.support.tensors import through_disk
 
@@ -251,3 +253,20 @@ def test_state_without_a_counter_is_loaded_and_counts_from_zero() -> None:
     loaded.load_state_dict(saved)
     run(loaded, again, range(3, 5))
     assert counts(loaded, again) == [2, 3, 3, 3, 3]
+
+
+@torch.no_grad()
+def test_a_first_step_that_a_device_skips_changes_nothing() -> None:
+    """The count of steps is then 0 on the host, and AdamW's bias correction with it."""
+    param = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    optimizer = Muon([{"params": [param], "names": ["norm"], "use_muon": False}], rounding="stochastic", allow_inactive=True)
+    optimizer.step()
+    param.grad = torch.ones_like(param)
+    state, before = optimizer.state[param], param.detach().clone()
+    moments = state["exp_avg"].clone()
+    state["step"].zero_()
+    _step_stochastically(optimizer.param_groups[0], (param, param.grad, state), RoundingScratch(), torch.tensor(True))
+    assert torch.equal(param, before)
+    assert torch.equal(state["exp_avg"], moments)
+    assert state["step"].item() == 0
