@@ -476,9 +476,12 @@ def test_hyperball_keeps_the_norm(dtype: torch.dtype) -> None:
     assert float(turned) == pytest.approx(math.degrees(0.003), rel=0.5 if dtype == torch.bfloat16 else 0.02)
 
 
-def test_an_lr_of_zero_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    "rules", [[UpdateFloor(9.0), Hyperball(rms=3.0)], [Returns([], (torch.ones(1), torch.ones(1)))]], ids=["built in", "own"]
+)
+def test_an_lr_of_zero_changes_nothing(rules: list[Any]) -> None:
     param = nn.Parameter(draw((6, 4), 0))
-    optimizer = optimizer_for([param], rule=[UpdateFloor(9.0), Hyperball(rms=3.0)], lr=0.0)
+    optimizer = optimizer_for([param], rule=rules, lr=0.0)
     param.grad = draw((6, 4), 1)
     optimizer.step()
     assert torch.equal(param.detach(), draw((6, 4), 0))
