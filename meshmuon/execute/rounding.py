@@ -170,6 +170,8 @@ def apply_narrow(
     """
     cuts = (
         (param[cut], update[cut], None if param_words is None else param_words.cut_out(cut))
+        if cut
+        else (param, update, param_words)
         for param, update, param_words in zip(params, updates, words or [None] * len(params), strict=True)
         for cut in (chunks_of(param.shape, param.device) if param.numel() else ())
     )
