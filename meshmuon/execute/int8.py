@@ -116,9 +116,8 @@ def quantise(numbers: Sequence[Tensor], into: Sequence[Int8Blocks]) -> None:
             scale = scales_from(torch.maximum(ratios.amax(-1), ratios.amin(-1).neg_()))
             quanta_of(ratios, scale.unsqueeze(-1), out=ratios)
             torch._foreach_copy_(quanta, of_parts)
-            # By its bits: what a NaN becomes in a conversion depends on the CPU.
             narrow, of_parts = _in_one(scales, torch.int8)
-            narrow.view(torch.int16).copy_(scale.view(torch.int32) >> 16)
+            narrow.view(SCALE_DTYPE).copy_(as_stored(scale))
             torch._foreach_copy_(scales, of_parts)
         for k, quanta_of_blocks in cut.items():
             chunk[k][1].quanta.copy_(chunk[k][1].part_of(quanta_of_blocks))
@@ -195,6 +194,11 @@ def scales_from(largest: Tensor) -> Tensor:
     scale = (largest * PER_AMAX).clamp_(LEAST_SCALE, MOST_SCALE)
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-(1 << 16))  # up to the next number of bfloat16
     return scale.masked_fill_(~torch.isfinite(largest), math.nan)
+
+
+def as_stored(scales: Tensor) -> Tensor:
+    """Scales of float32 as bfloat16, by their bits: what a NaN becomes in a conversion depends on the CPU."""
+    return (scales.view(torch.int32) >> 16).to(torch.int16).view(SCALE_DTYPE)
 
 
 def parts_of(cols: int, first: int = 0) -> Iterator[tuple[int, slice, slice]]:

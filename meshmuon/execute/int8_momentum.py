@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..matrices import MatrixSet, StridedRange
-from .int8 import LEAST_SCALE, Int8Blocks, block_of, blocks_in, dequantise, quanta_of, quantise, scales_from
+from .int8 import LEAST_SCALE, Int8Blocks, as_stored, block_of, blocks_in, dequantise, quanta_of, quantise, scales_from
 from .views import Cut, cut_out
 
 
@@ -108,7 +108,7 @@ class Int8Momentum:
 
     def store_scales(self, largest: Tensor, changed: Tensor) -> None:
         """Stores the scales of blocks with these ``largest`` magnitudes where ``changed`` is not 0; both are (rows, blocks)."""
-        self.scales.copy_(torch.where(changed > 0, scales_from(largest).to(self.scales.dtype), self.scales))
+        self.scales.copy_(torch.where(changed > 0, as_stored(scales_from(largest)), self.scales))
 
     def largest(self, numbers: Tensor) -> Tensor:
         """The largest magnitude of ``numbers`` in each block, (rows, blocks); infinite where one of them is not finite."""

@@ -1,14 +1,7 @@
-"""The elementwise work of a step on a GPU, as Triton kernels over lists of tensors: one launch for a whole list.
+"""Launches the kernels of ``triton_elements``: one launch for a whole list of tensors.
 
 torch's own ``_foreach`` operations launch one kernel per tensor unless all tensors have one dtype and equal strides, which pieces
-of sharded matrices do not have. Each kernel here reads a table in device memory with a row per tensor: its sizes, where its tiles
-begin, and address and strides of every operand. The table is written again only if an address or a stride has changed.
-
-A tensor is cut into tiles of rows × columns. A program finds its tensor by bisection of the tiles' beginnings, divides the index
-of each of its rows into that of the outer dims, and walks along the innermost dim without a division.
-
-All arithmetic is in float32. Numbers of bfloat16 are read and rounded by their bits, so that the interpreter gives what a GPU
-gives. Not yet run on a GPU: the tests run the kernels in Triton's interpreter and compile them for sm_80 to sm_120.
+of sharded matrices do not have. The table of a list is written again only if an address or a stride has changed.
 """
 
 from __future__ import annotations
@@ -21,451 +14,24 @@ from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from torch import Tensor
 
 from ..device import copy_to
-from .int8 import BLOCK, LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS, Int8Blocks, Numbers
+from .int8 import BLOCK, Int8Blocks, Numbers
+from .triton_elements import (
+    DIMS,
+    IN_BLOCKS,
+    KINDS,
+    copy_kernel,
+    fill_kernel,
+    momentum_kernel,
+    nonfinite_kernel,
+    restore_kernel,
+    update_kernel,
+)
 
 TILE, TILE_OF_BLOCKS = 2048, 1024
 """Elements of a tile; with numbers in int8, which take more registers."""
-
-DIMS = 4
-"""Most dims of a tensor after neighbouring ones are joined, the innermost included."""
-
-# A row of the table: its first tile, tiles side by side; of blocks that are cut, the columns before the first one and behind the
-# last one; sizes of ``DIMS`` dims; then address and strides of each operand.
-_HEAD = tl.constexpr(4 + DIMS)
-_OPERAND = tl.constexpr(1 + DIMS)
-
-# Constants of ``rounding``.
-_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
-
-_BLOCK, _PER_AMAX, _LEAST_SCALE = tl.constexpr(BLOCK), tl.constexpr(PER_AMAX), tl.constexpr(LEAST_SCALE)
-_MOST_SCALE, _ROUNDS = tl.constexpr(MOST_SCALE), tl.constexpr(ROUNDS)
-
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3, torch.int8: 3}
-"""Dtypes that the kernels read and write, as they are told to the compiler."""
-
-_IN_BLOCKS = tl.constexpr(16)
-# The kind of numbers in int8 whose scales, as bytes, are operand n: ``_IN_BLOCKS`` + n. A row of tiles then has whole blocks.
-
-
-def _jit(function: Callable[..., Any]) -> Any:
-    # triton.jit carries no types; this one place says so to the type checker. Lists grow and shrink with the parameters that have
-    # gradients: a length of 1 or a multiple of 16 would recompile them in the middle of a step.
-    return triton.jit(function, do_not_specialize=("tensors",))
-
-
-@_jit
-def _locate(
-    table: tl.tensor,
-    tensors: tl.tensor,
-    width: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    dense: tl.constexpr,
-) -> tl.tensor:
-    # The row of the table of this program's tensor, and the rows and columns of its tile in that tensor. Tiles begin where blocks
-    # do: where the first block is cut, the first columns are negative.
-    program = tl.program_id(0)
-    low = program * 0
-    high = tensors - 1
-    while low < high:  # the last tensor whose first tile is not behind this one
-        middle = (low + high + 1) // 2
-        behind = tl.load(table + middle.to(tl.int64) * width) > program
-        low = tl.where(behind, low, middle)
-        high = tl.where(behind, middle - 1, high)
-    entry = table + low.to(tl.int64) * width
-    tile = program - tl.load(entry)
-    across = tl.load(entry + 1)
-    rows = (tile // across) * tile_rows + tl.arange(0, tile_rows)
-    cols = (tile % across) * tile_cols + tl.arange(0, tile_cols)
-    size_0, size_1, size_2, size_3 = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
-    if dense:
-        of_tensor = cols < tl.multiple_of(size_3, 8)
-    else:
-        cols -= tl.load(entry + 2)
-        of_tensor = (cols >= 0) & (cols < size_3)
-    inside = (rows < size_0 * size_1 * size_2)[:, None] & of_tensor[None, :]
-    return entry, rows // (size_1 * size_2), (rows // size_2) % size_1, rows % size_2, cols, inside
-
-
-@_jit
-def _offsets(
-    entry: tl.tensor,
-    operand: tl.constexpr,
-    index_0: tl.tensor,
-    index_1: tl.tensor,
-    index_2: tl.tensor,
-    cols: tl.tensor,
-    dense: tl.constexpr,
-) -> tl.tensor:
-    at = entry + (_HEAD + operand * _OPERAND)
-    address, stride_0, stride_1, stride_2 = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    if dense:  # elements move in vectors of 16 bytes
-        stride_0 = tl.multiple_of(stride_0, 8)
-        stride_1 = tl.multiple_of(stride_1, 8)
-        stride_2 = tl.multiple_of(stride_2, 8)
-    else:
-        cols = cols * tl.load(at + 4)
-    return address, (index_0 * stride_0 + index_1 * stride_1 + index_2 * stride_2)[:, None] + cols[None, :]
-
-
-@_jit
-def _pointers(address: tl.tensor, offsets: tl.tensor, kind: tl.constexpr, dense: tl.constexpr) -> tl.tensor:
-    if kind == 0:
-        at = address.to(tl.pointer_type(tl.float32)) + offsets
-    elif kind == 1:
-        at = address.to(tl.pointer_type(tl.int16)) + offsets  # the bits of bfloat16
-    elif kind == 2:
-        at = address.to(tl.pointer_type(tl.float16)) + offsets
-    elif kind == 4:
-        at = address.to(tl.pointer_type(tl.uint64)) + offsets
-    else:
-        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans, too
-    if dense:
-        at = tl.multiple_of(at, (16, 16))
-    return at
-
-
-@_jit
-def _read(
-    entry: tl.tensor,
-    operand: tl.constexpr,
-    i0: tl.tensor,
-    i1: tl.tensor,
-    i2: tl.tensor,
-    cols: tl.tensor,
-    inside: tl.tensor,
-    kind: tl.constexpr,
-    dense: tl.constexpr,
-) -> tl.tensor:
-    address, offsets = _offsets(entry, operand, i0, i1, i2, cols, dense)
-    numbers = tl.load(_pointers(address, offsets, kind, dense), mask=inside, other=0)
-    if kind == 1:
-        numbers = (numbers.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    elif kind == 2:
-        numbers = numbers.to(tl.float32)
-    elif kind >= _IN_BLOCKS:
-        numbers = numbers.to(tl.float32) * _of_elements(_read_scales(entry, kind - _IN_BLOCKS, i0, i1, i2, cols, inside))
-    return numbers
-
-
-@_jit
-def _write(
-    entry: tl.tensor,
-    operand: tl.constexpr,
-    i0: tl.tensor,
-    i1: tl.tensor,
-    i2: tl.tensor,
-    cols: tl.tensor,
-    inside: tl.tensor,
-    numbers: tl.tensor,  # if they go to int8, those of whole blocks, and zeros where there are none
-    noise: tl.tensor,  # 16 random bits for each number, or None to round to nearest
-    kind: tl.constexpr,
-    dense: tl.constexpr,
-) -> None:
-    address, offsets = _offsets(entry, operand, i0, i1, i2, cols, dense)
-    at = _pointers(address, offsets, kind, dense)
-    if kind == 1:
-        bits = numbers.to(tl.int32, bitcast=True)
-        rounded = bits + 0x7FFF + ((bits >> 16) & 1) if noise is None else bits + noise  # of two nearest, the even one
-        upper = tl.where(numbers != numbers, 0x7FC0, (rounded >> 16) & 0xFFFF)  # adding to a NaN's bits may give any number
-        tl.store(at, upper.to(tl.int16), mask=inside)
-    elif kind >= _IN_BLOCKS:
-        scales = _scales_from(numbers)
-        tl.store(at, _quanta(numbers, scales).to(tl.int8), mask=inside)
-        _write_scales(entry, kind - _IN_BLOCKS, i0, i1, i2, cols, inside, scales)
-    else:
-        tl.store(at, numbers.to(at.dtype.element_ty), mask=inside)
-
-
-@_jit
-def _scalar(value: tl.tensor, in_memory: tl.constexpr) -> tl.tensor:
-    if in_memory:
-        value = tl.load(value).to(tl.float32)
-    return value
-
-
-@_jit
-def _in_blocks(numbers: tl.tensor) -> tl.tensor:
-    # (rows, blocks, elements of a block).
-    rows: tl.constexpr = numbers.shape[0]
-    blocks: tl.constexpr = numbers.shape[1] // _BLOCK
-    return tl.reshape(numbers, (rows, blocks, _BLOCK))
-
-
-@_jit
-def _of_elements(numbers: tl.tensor) -> tl.tensor:
-    # From a number for each block, (rows, blocks), to one for each element.
-    rows: tl.constexpr = numbers.shape[0]
-    blocks: tl.constexpr = numbers.shape[1]
-    return tl.reshape(tl.broadcast_to(numbers[:, :, None], (rows, blocks, _BLOCK)), (rows, blocks * _BLOCK))
-
-
-@_jit
-def _scale_places(
-    entry: tl.tensor, operand: tl.constexpr, i0: tl.tensor, i1: tl.tensor, i2: tl.tensor, cols: tl.tensor, inside: tl.tensor
-) -> tl.tensor:
-    # Where the scales of a tile's blocks begin, bytes at any address, and which of them there are.
-    count: tl.constexpr = inside.shape[1] // _BLOCK
-    blocks = (tl.min(cols, axis=0) + tl.load(entry + 2)) // _BLOCK + tl.arange(0, count)
-    address, offsets = _offsets(entry, operand, i0, i1, i2, blocks, False)  # of the first scale of each row: its last stride is 0
-    return address + offsets + 2 * blocks[None, :], tl.max(_in_blocks(inside.to(tl.int32)), axis=2) > 0
-
-
-@_jit
-def _read_scales(
-    entry: tl.tensor, operand: tl.constexpr, i0: tl.tensor, i1: tl.tensor, i2: tl.tensor, cols: tl.tensor, inside: tl.tensor
-) -> tl.tensor:
-    at, there = _scale_places(entry, operand, i0, i1, i2, cols, inside)
-    low = tl.load(at.to(tl.pointer_type(tl.int8)), mask=there, other=0).to(tl.int32) & 0xFF
-    high = tl.load((at + 1).to(tl.pointer_type(tl.int8)), mask=there, other=0).to(tl.int32) & 0xFF
-    return ((high << 24) | (low << 16)).to(tl.float32, bitcast=True)
-
-
-@_jit
-def _write_scales(
-    entry: tl.tensor,
-    operand: tl.constexpr,
-    i0: tl.tensor,
-    i1: tl.tensor,
-    i2: tl.tensor,
-    cols: tl.tensor,
-    inside: tl.tensor,
-    scales: tl.tensor,
-) -> None:
-    at, there = _scale_places(entry, operand, i0, i1, i2, cols, inside)
-    upper = tl.where(scales != scales, 0x7FC0, scales.to(tl.int32, bitcast=True) >> 16)
-    tl.store(at.to(tl.pointer_type(tl.int8)), upper.to(tl.int8), mask=there)
-    tl.store((at + 1).to(tl.pointer_type(tl.int8)), (upper >> 8).to(tl.int8), mask=there)
-
-
-@_jit
-def _scales_from(numbers: tl.tensor) -> tl.tensor:
-    # The scale of each block, as ``int8`` has it; NaN where a number is not finite. Magnitudes are compared as integers: their
-    # order is that of the numbers, with infinity and NaN behind all others.
-    largest = tl.max(_in_blocks(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF), axis=2)
-    scales = tl.minimum(tl.maximum(largest.to(tl.float32, bitcast=True) * _PER_AMAX, _LEAST_SCALE), _MOST_SCALE)
-    scales = ((scales.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)  # up to the next of bfloat16
-    return tl.where(largest >= 0x7F800000, float("nan"), scales)
-
-
-@_jit
-def _quanta(numbers: tl.tensor, scales: tl.tensor) -> tl.tensor:
-    # Integers, as float32.
-    lost = scales != scales
-    divisors = tl.where(lost, 1.0, tl.maximum(scales, _LEAST_SCALE))  # new momentum's are zeros
-    ratios = tl.div_rn(numbers, _of_elements(divisors))
-    ratios = tl.minimum(tl.maximum((ratios + _ROUNDS) - _ROUNDS, -127.0), 127.0)
-    return tl.where(_of_elements(lost.to(tl.int32)) > 0, 0.0, ratios)
-
-
-@_jit
-def _momentum_kernel(
-    table: tl.tensor,
-    tensors: tl.tensor,
-    retain: tl.tensor,
-    momentum: tl.tensor,
-    gain: tl.tensor,
-    retain_in_memory: tl.constexpr,
-    scales: tl.constexpr,
-    looks_ahead: tl.constexpr,
-    fills: tl.constexpr,
-    kind_0: tl.constexpr,
-    kind_1: tl.constexpr,
-    kind_2: tl.constexpr,
-    width: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    dense: tl.constexpr,
-) -> None:
-    # Operands: gradient, momentum and, if it fills, where the result goes.
-    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    grad = _read(entry, 0, i0, i1, i2, cols, inside, kind_0, dense)
-    if scales:  # else it would change how the sums below are rounded
-        grad = grad * gain
-    old = _read(entry, 1, i0, i1, i2, cols, inside, kind_1, dense)
-    buffer = old * _scalar(retain, retain_in_memory) + grad
-    if kind_1 >= _IN_BLOCKS:
-        ahead = buffer  # int8 is what is stored only
-        buffer = tl.where(inside, buffer, 0.0)
-        new_scales = _scales_from(buffer)
-        if retain_in_memory:  # a step that may be skipped: a block that has not changed might change in being rounded
-            changed = tl.max(_in_blocks((inside & (buffer != old)).to(tl.int32)), axis=2) > 0
-            old_scales = _read_scales(entry, kind_1 - _IN_BLOCKS, i0, i1, i2, cols, inside)
-            new_scales = tl.where(changed, new_scales, old_scales)
-        address, offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
-        tl.store(_pointers(address, offsets, kind_1, dense), _quanta(buffer, new_scales).to(tl.int8), mask=inside)
-        _write_scales(entry, kind_1 - _IN_BLOCKS, i0, i1, i2, cols, inside, new_scales)
-    else:
-        _write(entry, 1, i0, i1, i2, cols, inside, buffer, None, kind_1, dense)
-        ahead = _rounded(buffer, kind_1)  # what is looked ahead from is what was stored
-    if fills:
-        if looks_ahead:
-            ahead = ahead * momentum + grad
-        if kind_2 >= _IN_BLOCKS:
-            ahead = tl.where(inside, ahead, 0.0)
-        _write(entry, 2, i0, i1, i2, cols, inside, ahead, None, kind_2, dense)
-
-
-@_jit
-def _restore_kernel(
-    table: tl.tensor,
-    tensors: tl.tensor,
-    kind_0: tl.constexpr,
-    kind_1: tl.constexpr,
-    width: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    dense: tl.constexpr,
-) -> None:
-    # Operands: what becomes what it was where the update is not finite, what it was, and the update; of an update in int8, the
-    # upper bytes of scales.
-    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    update = _read(entry, 2, i0, i1, i2, cols, inside, kind_1, False)
-    lost = inside & ((update & 0x7F) == 0x7F if kind_1 == 3 else update - update != 0)
-    if tl.max(tl.max(lost.to(tl.int32), axis=1), axis=0) > 0:
-        before = _read(entry, 1, i0, i1, i2, cols, inside, kind_0, dense)
-        _write(entry, 0, i0, i1, i2, cols, lost, before, None, kind_0, dense)
-
-
-@_jit
-def _rounded(numbers: tl.tensor, kind: tl.constexpr) -> tl.tensor:
-    if kind == 1:
-        bits = numbers.to(tl.int32, bitcast=True)
-        kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        numbers = tl.where(numbers != numbers, numbers, kept.to(tl.float32, bitcast=True))
-    elif kind == 2:
-        numbers = numbers.to(tl.float16).to(tl.float32)
-    return numbers
-
-
-@_jit
-def _mixed(words: tl.tensor) -> tl.tensor:
-    # As in ``rounding``: SplitMix64's permutation.
-    words = (words ^ (words >> 30)) * _MIX_1
-    words = (words ^ (words >> 27)) * _MIX_2
-    return words ^ (words >> 31)
-
-
-@_jit
-def _word(words: tl.tensor) -> tl.tensor:
-    return ((words * _MIX_2) >> 32).to(tl.uint32)
-
-
-@_jit
-def _update_kernel(
-    table: tl.tensor,
-    tensors: tl.tensor,
-    decay: tl.tensor,
-    rate: tl.tensor,
-    decay_in_memory: tl.constexpr,
-    rate_in_memory: tl.constexpr,
-    cautious: tl.constexpr,
-    stochastic: tl.constexpr,
-    guarded: tl.constexpr,
-    kind_0: tl.constexpr,
-    kind_1: tl.constexpr,
-    kind_2: tl.constexpr,
-    width: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    dense: tl.constexpr,
-) -> None:
-    # Operands: weight, update; if guarded, momentum and what it was; for stochastic rounding, the hashed rows and columns of the
-    # elements and the counter.
-    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    factor, step = _scalar(decay, decay_in_memory), _scalar(rate, rate_in_memory)
-    update = _read(entry, 1, i0, i1, i2, cols, inside, kind_1, dense)
-    lost = update - update != 0  # not finite
-    if guarded and tl.max(tl.max(lost.to(tl.int32), axis=1), axis=0) > 0:
-        before = _read(entry, 3, i0, i1, i2, cols, inside, kind_2, dense)
-        momentum = _read(entry, 2, i0, i1, i2, cols, inside, kind_2, dense)
-        _write(entry, 2, i0, i1, i2, cols, inside, tl.where(lost, before, momentum), None, kind_2, dense)
-    weight = _read(entry, 0, i0, i1, i2, cols, inside, kind_0, dense)
-    decayed = tl.where(weight * update * step >= 0, weight * factor, weight) if cautious else weight * factor
-    stepped = decayed - (update * step + 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
-    weight = tl.where(lost, weight, stepped) if guarded else stepped
-    noise = None
-    if stochastic:
-        first: tl.constexpr = 4 if guarded else 2
-        counter = tl.load(entry + (_HEAD + (first + 2) * _OPERAND)).to(tl.pointer_type(tl.uint64))
-        seed = _mixed(_mixed(tl.load(counter)) + tl.load(counter + 1) * _GAMMA)
-        words = _word(_read(entry, first, i0, i1, i2, cols, inside, 4, False) ^ seed)
-        words = words ^ _word(_read(entry, first + 1, i0, i1, i2, cols, inside, 4, False) ^ _mixed(seed + _GAMMA))
-        words = words * 0x7FEB352D
-        words = (words ^ (words >> 15)) * 0x846CA68B
-        noise = (words >> 16).to(tl.int32)
-    _write(entry, 0, i0, i1, i2, cols, inside, weight, noise, kind_0, dense)
-
-
-@_jit
-def _copy_kernel(
-    table: tl.tensor,
-    tensors: tl.tensor,
-    through_int8: tl.constexpr,
-    kind_0: tl.constexpr,
-    kind_1: tl.constexpr,
-    width: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    dense: tl.constexpr,
-) -> None:
-    # Operands: target, source. What goes to int8 may be a part of blocks of which the source has all.
-    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    there = inside
-    if kind_0 >= _IN_BLOCKS:
-        size_3 = tl.load(entry + 7) + tl.load(entry + 3)
-        there = (tl.max(inside.to(tl.int32), axis=1) > 0)[:, None] & (cols < size_3)[None, :]
-    numbers = _read(entry, 1, i0, i1, i2, cols, there, kind_1, dense)
-    if through_int8:
-        scales = _scales_from(numbers)
-        numbers = _quanta(numbers, scales) * _of_elements(scales)
-    _write(entry, 0, i0, i1, i2, cols, inside, numbers, None, kind_0, dense)
-
-
-@_jit
-def _nonfinite_kernel(
-    table: tl.tensor,
-    tensors: tl.tensor,
-    flag: tl.tensor,
-    kind_0: tl.constexpr,
-    width: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    dense: tl.constexpr,
-) -> None:
-    # Operand: what is looked at. Sets ``flag`` to 1 if an element is infinite or NaN.
-    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    numbers = _read(entry, 0, i0, i1, i2, cols, inside, kind_0, dense)
-    found = tl.max(tl.max((numbers - numbers != 0).to(tl.int32), axis=1), axis=0)  # inf − inf is NaN, as NaN − NaN is
-    if found > 0:
-        tl.store(flag, 1.0)
-
-
-@_jit
-def _fill_kernel(
-    table: tl.tensor,
-    tensors: tl.tensor,
-    bits: tl.tensor,
-    kind_0: tl.constexpr,
-    kind_1: tl.constexpr,
-    width: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    dense: tl.constexpr,
-) -> None:
-    # Operands: what is filled, with the float32 of these ``bits`` (a constant −0 may become 0), and the rows where it is: not 0.
-    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    of_row = tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
-    filled = _read(entry, 1, i0, i1, i2, tl.arange(0, 1), of_row, kind_1, False) != 0
-    if tl.max(tl.max(filled.to(tl.int32), axis=1), axis=0) > 0:
-        value = (tl.full((tile_rows, tile_cols), 0, tl.int32) + bits).to(tl.float32, bitcast=True)
-        numbers = tl.where(filled, value, _read(entry, 0, i0, i1, i2, cols, inside, kind_0, dense))
-        _write(entry, 0, i0, i1, i2, cols, inside, numbers, None, kind_0, dense)
 
 
 class ListTable:
@@ -622,7 +188,7 @@ class ListKernels:
         operands = [grads, momenta] if views is None else [grads, momenta, views]
         self._launch(
             self._table(*operands),
-            _momentum_kernel,
+            momentum_kernel,
             *_as_arguments(retain, 1.0 if momentum is None else momentum, gain),
             retain_in_memory=isinstance(retain, Tensor),
             scales=gain != 1,
@@ -636,8 +202,8 @@ class ListKernels:
 
         Updates of int8 are the upper bytes of their scales.
         """
-        kinds = {"kind_0": _KINDS[targets[0].dtype], "kind_1": _KINDS[updates[0].dtype]}
-        self._launch(self._table(targets, before, updates, broadcast=1), _restore_kernel, **kinds)
+        kinds = {"kind_0": KINDS[targets[0].dtype], "kind_1": KINDS[updates[0].dtype]}
+        self._launch(self._table(targets, before, updates, broadcast=1), restore_kernel, **kinds)
 
     def apply(
         self,
@@ -663,7 +229,7 @@ class ListKernels:
         kinds = _kinds(operands, 3) if old_momenta is not None else {**_kinds(operands, 2), "kind_2": 0}
         self._launch(
             self._table(*operands, broadcast=0 if counters is None else 3),
-            _update_kernel,
+            update_kernel,
             *_as_arguments(decay, rate),
             decay_in_memory=isinstance(decay, Tensor),
             rate_in_memory=isinstance(rate, Tensor),
@@ -684,18 +250,18 @@ class ListKernels:
             sources = [target.part_of(source) for target, source in pairs if isinstance(source, Tensor)]
             behind = [source.shape[-1] - target.first - target.shape[-1] for target, source in pairs]
         table = self._table(targets, sources, behind=behind, in_blocks=through_int8)
-        self._launch(table, _copy_kernel, through_int8=through_int8, **_kinds([targets, sources], 2))
+        self._launch(table, copy_kernel, through_int8=through_int8, **_kinds([targets, sources], 2))
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills ``tensors`` with ``value`` where ``mask``, on the device, broadcast and constant along rows, is not 0."""
         (bits,) = struct.unpack("i", struct.pack("f", value))
-        kinds = {"kind_0": _KINDS[tensors[0].dtype], "kind_1": _KINDS[mask.dtype]}
+        kinds = {"kind_0": KINDS[tensors[0].dtype], "kind_1": KINDS[mask.dtype]}
         table = self._table(tensors, [mask.expand(tensor.shape) for tensor in tensors], broadcast=1)
-        self._launch(table, _fill_kernel, bits, **kinds)
+        self._launch(table, fill_kernel, bits, **kinds)
 
     def mark_nonfinite(self, tensors: Sequence[Tensor], flag: Tensor) -> None:
         """Sets ``flag``, float32 of one element, to 1 if any element of ``tensors`` is infinite or NaN."""
-        self._launch(self._table(tensors), _nonfinite_kernel, flag, kind_0=_KINDS[tensors[0].dtype])
+        self._launch(self._table(tensors), nonfinite_kernel, flag, kind_0=KINDS[tensors[0].dtype])
 
 
 def _kinds(operands: Sequence[Sequence[Numbers]], count: int) -> dict[str, int]:
@@ -703,7 +269,7 @@ def _kinds(operands: Sequence[Sequence[Numbers]], count: int) -> dict[str, int]:
     kinds, scales = dict.fromkeys((f"kind_{k}" for k in range(count)), 0), len(operands)
     for name, numbers in zip(kinds, operands, strict=False):
         in_blocks = isinstance(numbers[0], Int8Blocks)
-        kinds[name] = int(_IN_BLOCKS) + scales if in_blocks else _KINDS[numbers[0].dtype]
+        kinds[name] = IN_BLOCKS + scales if in_blocks else KINDS[numbers[0].dtype]
         scales += in_blocks
     return kinds
 

@@ -9,13 +9,13 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from meshmuon.execute import list_kernels
+from meshmuon.execute import triton_elements
 from tests.support.kernel_compiler import resources_of
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 ALL_TRUE = ("scales", "looks_ahead", "fills", "cautious")
 TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "bits": "i32"}
-IN_INT8 = 16 + 3  # the scales are operand 3
+IN_INT8 = triton_elements.IN_BLOCKS + 3  # the scales are operand 3
 KERNELS: dict[str, tuple[str, dict[str, object]]] = {
     "momentum": ("momentum", {"kind_1": 0}),
     "momentum in int8": ("momentum", {"kind_1": IN_INT8}),
@@ -37,7 +37,7 @@ KERNELS: dict[str, tuple[str, dict[str, object]]] = {
 
 def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, object]:
     kernel_name, differing = KERNELS[name]
-    kernel, in_blocks = getattr(list_kernels, f"_{kernel_name}_kernel"), "int8" in name
+    kernel, in_blocks = getattr(triton_elements, f"{kernel_name}_kernel"), "int8" in name
     constants: dict[str, object] = {
         "width": 31,
         "tile_rows": 1 if dense else 8 if in_blocks else 32,

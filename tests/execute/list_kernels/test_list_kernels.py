@@ -48,8 +48,8 @@ def test_dense_tensors_move_in_vectors_of_16_bytes(compiled: list[dict[str, Any]
 
 def test_no_length_of_a_list_is_compiled_anew() -> None:
     """Else a step in which other parameters have gradients would compile in its middle."""
-    from meshmuon.execute import list_kernels
+    from meshmuon.execute import triton_elements
 
     for name in ("momentum", "update", "copy", "fill", "nonfinite", "restore"):
-        (tensors,) = (argument for argument in getattr(list_kernels, f"_{name}_kernel").params if argument.name == "tensors")
+        (tensors,) = (argument for argument in getattr(triton_elements, f"{name}_kernel").params if argument.name == "tensors")
         assert tensors.do_not_specialize
