@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import GradientError, Muon, polar_express
-from meshmuon.optim import adamw, collect, nonfinite
+from meshmuon.optim import adamw
 from meshmuon.state import param_state
 from tests.support.bounds import unit
 from tests.support.reference import LR, Run, assert_moved_within_rounding, gradients, group, make_params, set_gradients
@@ -24,20 +24,6 @@ from tests.support.tensors import assert_bits
 
 BAD = [math.nan, math.inf, -math.inf]
 MATRICES, VECTORS = ((6, 4), (4, 9), (6, 4)), ((5,), (7, 3))
-
-
-@pytest.fixture
-def masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host knows nothing of any tensor, as of those on a GPU."""
-    for module in (nonfinite, collect, adamw):
-        monkeypatch.setattr(module, "known_to_host", lambda tensor: False)
-
-
-@pytest.fixture(params=["host", "device"])
-def path(request: pytest.FixtureRequest) -> str:
-    if request.param == "device":
-        request.getfixturevalue("masked")
-    return str(request.param)
 
 
 def groups(dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
