@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.ortho import keller
@@ -30,18 +29,7 @@ from tests.support.reference import (
 )
 from tests.support.rounding import bf16_error
 
-SMALL: tuple[Shape, ...] = ((24, 24), (48, 16), (16, 48), (16, 48), (1, 9), (9, 1), (33, 50))
 BLOCKED: tuple[Shape, ...] = ((400, 400), (512, 392), (392, 640))  # from 384 rows on, symmetric products go by panels
-
-
-@pytest.fixture
-def precise_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.optim.Muon without its cast to bfloat16."""
-
-    def in_own_dtype(grad: Tensor, ns_coefficients: Sequence[float], ns_steps: int, eps: float) -> Tensor:
-        return newton_schulz(grad, [ns_coefficients] * ns_steps)
-
-    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_own_dtype)
 
 
 def compare(shapes: tuple[Shape, ...], dtype: torch.dtype, steps: int = 10, form: str = "auto", **options: Any) -> None:
@@ -51,21 +39,6 @@ def compare(shapes: tuple[Shape, ...], dtype: torch.dtype, steps: int = 10, form
     run(muon(ours, form=form, **options), ours, range(steps))
     run(torch.optim.Muon(theirs, lr=LR, **options), theirs, range(steps))
     assert_moved_within_rounding(ours, theirs, start, steps, keller(options.get("ns_steps", 5)))
-
-
-@pytest.mark.usefixtures("precise_torch")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
-def test_ten_steps_equal_torch(rule: str, nesterov: bool, weight_decay: float, dtype: torch.dtype) -> None:
-    compare(SMALL, dtype, nesterov=nesterov, weight_decay=weight_decay, adjust_lr_fn=rule)
-
-
-@pytest.mark.usefixtures("precise_torch")
-@pytest.mark.parametrize(("momentum", "ns_steps"), [(0.0, 1), (0.5, 3), (0.9, 6)])
-def test_other_momentum_and_steps_equal_torch(momentum: float, ns_steps: int) -> None:
-    compare(SMALL, torch.float64, momentum=momentum, ns_steps=ns_steps)
 
 
 @pytest.mark.usefixtures("precise_torch")
