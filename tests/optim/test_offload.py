@@ -344,17 +344,6 @@ def test_pinned_memory_is_little_more_than_the_state() -> None:
     assert len(buffers) <= 6
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_what_the_momentum_of_llama_3_8b_pins(ranks: int) -> None:
-    layer = [4096 * 4096, 1024 * 4096, 1024 * 4096, 4096 * 4096, *[14336 * 4096] * 3]
-    sizes = [4 * size // ranks for size in layer * 32]
-    counts = CudaTransfers.__new__(CudaTransfers).portions(sizes)
-    stops = accumulate(counts)
-    pinned = sum(pinned_bytes(sum(sizes[stop - count : stop])) for count, stop in zip(counts, stops, strict=True))
-    assert pinned <= 1.0025 * sum(sizes)
-    assert len(counts) <= 12
-
-
 def test_portions_pin_the_least() -> None:
     """Against all ways to divide a few tensors."""
     transfers, per_copy = CudaTransfers.__new__(CudaTransfers), 1 << 18

@@ -27,7 +27,6 @@ from tests.support.reference import (
     group,
     make_params,
     muon,
-    polar_factor,
     run,
     run_beside,
     set_gradients,
@@ -47,36 +46,10 @@ def compare(ours: dict[str, Any], plain: dict[str, Any], *, steps: int = 4, shap
     assert_moved_within_rounding(params, reference.params, start, steps, STEEPEST)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"nesterov": False},
-        {"momentum": 0.0},
-        {"momentum": 0.5, "nesterov": False},
-        {"weight_decay": 0.0},
-        {"weight_decay": 2.0, "lr": 0.01},
-        {"maximize": True},
-        {"maximize": True, "nesterov": False, "weight_decay": 0.3},
-        {"lr": 0.0025},
-    ],
-    ids=str,
-)
-def test_numbers(options: dict[str, Any]) -> None:
-    compare(options, options)
-
-
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral", lambda rows, cols: 0.3 * rows + cols])
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_learning_rate_rules(rule: str | Callable[[int, int], float], form: str) -> None:
     compare({"adjust_lr_fn": rule, "form": form}, {"adjust": rule})
-
-
-@pytest.mark.parametrize("ns_steps", range(1, 9))
-def test_number_of_steps(ns_steps: int) -> None:
-    compare({"ns_steps": ns_steps}, {"steps": [KELLER] * ns_steps}, steps=2)
-    options = {"scheme": "polar_express", "ns_steps": ns_steps}
-    compare(options, {"steps": polar_express(steps=ns_steps).steps}, steps=2)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +66,6 @@ def test_number_of_steps(ns_steps: int) -> None:
 )
 def test_schemes_as_data(scheme: Any, ns_steps: int, steps: Any) -> None:
     compare({"scheme": scheme, "ns_steps": ns_steps}, {"steps": steps})
-
-
-def test_callable_scheme_does_the_whole_work() -> None:
-    compare({"scheme": polar_factor}, {"orthogonalise": polar_factor})
 
 
 def test_callable_scheme_sees_a_batch_of_one_shape() -> None:

@@ -65,25 +65,6 @@ def test_step_under_no_grad_and_leaves_no_graph() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_add_param_group_mid_run() -> None:
-    """Groups added after some steps behave as if they had been there, with no gradient so far."""
-    params = make_params((6, 8), (8, 6), (6, 8), (5,))
-    twins = copies(params)
-    grown = Muon([group(params[:2])], lr=LR, deterministic=True)
-    run(grown, params[:2], range(2))
-    grown.add_param_group(group([params[2]], prefix="late", lr=0.002))
-    grown.add_param_group(group([params[3]], use_muon=False, prefix="norms"))
-    whole = Muon(
-        [group(twins[:2]), group([twins[2]], prefix="late", lr=0.002), group([twins[3]], use_muon=False, prefix="norms")],
-        lr=LR,
-        deterministic=True,
-    )
-    run(whole, twins[:2], range(2))
-    for optimizer, own in ((grown, params), (whole, twins)):
-        run(optimizer, own, range(2, 4))
-    assert_same_bits(params, twins)
-
-
 def test_add_param_group_fills_in_defaults_and_keeps_the_users_dict() -> None:
     params = make_params((6, 8), (8, 6))
     optimizer = Muon([group(params[:1])], lr=LR, momentum=0.7, scheme="keller")
