@@ -180,20 +180,6 @@ def test_thousands_of_ranks(
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("stack_dims", [0, 1])
-@pytest.mark.parametrize("shape", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("split_factor", [1, 2])
-def test_no_elements(stack_dims: int, shape: tuple[int, ...], dim: int, split_factor: int) -> None:
-    layout = Layout(shape, Mesh((2, 2), (0, 1, 2, 3)), (Sharded(dim, split_factor), Replicated()))
-    sharded_matrices = shard_matrices(layout, stack_dims)
-    assert len(sharded_matrices) == (shape[0] if stack_dims else 1)
-    for sharded in sharded_matrices:
-        assert (sharded.size, sharded.pieces, sharded.holdings, sharded.whole) == (0, (), {}, True)
-        assert sharded.piece_of(0) is None
-        assert not any(one.pieces for one in sharded.separate_replicas)
-
-
 ROWS = (((0, 1),), ((1, 2),))
 ALL = ((0, 3),)
 

@@ -28,18 +28,6 @@ def test_none_grad_frees_the_gradients_of_matrices() -> None:
         assert [param.grad is None for param in params] == [none_grad, none_grad, False, False]
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, -1])
-def test_experts_cut_over_batches_use_their_gradient_before_it_is_freed(chunk_size: int) -> None:
-    """A stack of experts may be worked on in several batches, and each needs the gradient (Nesterov)."""
-    params = make_params((5, 6, 4))
-    twins = copies(params)
-    options: dict[str, Any] = {"lr": LR, "expert_keys": ["experts"], "chunk_size": chunk_size, "deterministic": True}
-    run(Muon([group(params, prefix="experts")], **options), params, range(2))
-    run(Muon([group(twins, prefix="experts")], none_grad=False, **{**options, "chunk_size": -1}), twins, range(2))
-    assert params[0].grad is None
-    assert_same_bits(params, twins)
-
-
 def test_freed_gradients_free_their_memory_within_the_step() -> None:
     """While a matrix is worked on, its gradient is gone and those of later batches are still there."""
     params = make_params((6, 8), (6, 8))
