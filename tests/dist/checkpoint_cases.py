@@ -75,6 +75,20 @@ def load(source: str, target: str, folder: Path, options: StateDictOptions | Non
     check_continued(model, optimizer)
 
 
+def offloaded(layout: str, folder: Path) -> None:
+    """Saved and loaded while the state is away."""
+    model, optimizer = trained(layout)
+    optimizer.turn_on_cpu_offload()
+    dcp.save(whole_state(model, optimizer), checkpoint_id=folder / "offloaded")
+    check_continued(model, optimizer)
+    again, resumed = fresh(layout)
+    resumed.turn_on_cpu_offload()
+    state = whole_state(again, resumed)
+    dcp.load(state, checkpoint_id=folder / "offloaded")
+    load_whole(again, resumed, state)
+    check_continued(again, resumed)
+
+
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -281,6 +295,7 @@ def jobs() -> dict[str, Job]:
     for layout in ("1 rank", hub, "TP×FSDP 2×2", "EP×FSDP 2×2"):
         listed[f"plain state_dict on {layout}"] = Job(LAYOUTS[layout][0], partial(plain, layout))
         listed[f"creating state on {layout}"] = Job(LAYOUTS[layout][0], lambda _, layout=layout: creating_state(layout))
+    listed["offloaded"] = Job(2, partial(offloaded, hub))
     listed["wrong states"] = Job(2, lambda _: wrong_states(hub))
     listed["DistMuon, saved on 3"] = Job(3, save_replicas)
     listed["DistMuon, loaded on 2"] = Job(2, partial(load_replicas, full=False))
