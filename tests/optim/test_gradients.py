@@ -132,19 +132,6 @@ def test_powers_of_two_change_no_bit(exponent: int, scheme: str) -> None:
     assert_same_bits(params, twins)
 
 
-def test_each_matrix_has_its_own_scale() -> None:
-    """Matrices of one batch do not share a normaliser: one huge gradient must not shrink its neighbour's update."""
-    params = make_params((8, 12), (8, 12), (8, 12))
-    alone = copies(params)
-    grads = [grad * scale for grad, scale in zip(gradients(params, 0), (1e-20, 1.0, 1e20), strict=True)]
-    set_gradients(params, grads)
-    muon(params, deterministic=True).step()
-    for param, grad in zip(alone, grads, strict=True):
-        param.grad = grad.clone()
-        muon([param], deterministic=True).step()
-    assert_same_bits(params, alone)
-
-
 @pytest.mark.parametrize("momentum_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_parameters(dtype: torch.dtype, momentum_dtype: torch.dtype | None) -> None:
