@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -58,3 +59,13 @@ def precise_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         return newton_schulz(grad, [ns_coefficients] * ns_steps, eps)
 
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_own_dtype)
+
+
+@pytest.fixture(scope="module")
+def frozen_heap() -> Iterator[None]:
+    """Objects of earlier tests are not looked at again: with them, a garbage collection takes a second."""
+    torch.optim.SGD([torch.ones(2)])  # the first optimizer of a process imports what keeps frames alive
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -18,7 +18,7 @@ from meshmuon import DistMuon, Muon
 from meshmuon.errors import StateError, TransportError
 from meshmuon.transport.groups import timeout_of_group
 from tests.support import nccl_like
-from tests.support.injector import Fault, await_files, fail_at, kill_this_rank, stall_at
+from tests.support.injector import Fault, Kill, await_files, fail_at, stall_at
 from tests.support.lost_ranks import run_tries
 from tests.support.processes import GROUP_TIMEOUT, RankOutcome, fork_server, results_of, run_ranks, shorten_timeouts
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps, world_mesh
@@ -94,16 +94,6 @@ def muon_rank(rank: int, folder: Path, step: int, phase: str, action: Any, left:
         assert_equal(params, after(report.completed))  # nothing was written
     stay(folder, rank, left)
     return report
-
-
-class Kill:
-    """Kills the rank; an object that knows the folder of the test, since it is sent to the ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self) -> None:
-        kill_this_rank(self.folder, WORLD - 1)
 
 
 class Raise(Kill):
