@@ -6,7 +6,6 @@ which nothing changes.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -183,25 +182,6 @@ def test_empty_gradients_are_finite(path: str) -> None:
     optimizer.step()
     assert optimizer.skipped_steps == 0
     assert not torch.equal(full, torch.ones(3))
-
-
-def test_a_copy_keeps_the_policy() -> None:
-    run = skipping()
-    run.step(0)
-    other = copy.deepcopy(run)
-    before = snapshot(other.everything())
-    other.step(1, bad=(0, math.nan))
-    assert_bits(other.everything(), before)
-
-
-def test_offloaded_and_skipped(path: str) -> None:
-    run, expected = skipping(), skipping()
-    run.optimizer.turn_on_cpu_offload()
-    for step in range(5):
-        run.step(step, bad=(0, math.nan) if step in (0, 2) else None)
-        if step not in (0, 2):
-            expected.step(step)
-    assert_bits(run.everything(), expected.everything())
 
 
 # ---- the masked path, which a GPU takes ----------------------------------------------------------------------------------------

@@ -220,23 +220,6 @@ def test_state_dict_moves_nothing_in_the_steady_state(away: Run, log: Log) -> No
     assert log.buffers == len(log.stored) == len(log.loaded) == 0
 
 
-def test_states_created_late() -> None:
-    """A first gradient at step 3, and a group that comes at step 4."""
-
-    def train(offloaded: bool) -> Run:
-        run = Run(plain())
-        if offloaded:
-            run.optimizer.turn_on_cpu_offload()
-        for step in range(STEPS):
-            if step == 4:
-                run.optimizer.add_param_group(group(make_params((5, 6), (3, 3), seed=9), prefix="late"))
-                run.optimizer.add_param_group(group(make_params((4,), seed=8), use_muon=False, prefix="later"))
-            run.step(step, without=(1, 4) if step < 3 else ())
-        return run
-
-    assert_bits(train(True).everything(), train(False).everything())
-
-
 def test_a_state_dict_is_the_never_offloaded_one(away: Run) -> None:
     """Bit for bit, also of a parameter that never had a gradient, and after loading it elsewhere."""
     away.optimizer.add_param_group(group(make_params((3, 5)), prefix="unused"))
