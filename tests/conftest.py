@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 # Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU. No test needs AMX.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX10_1_512")
@@ -14,6 +15,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX10_1_512")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.support.reference import newton_schulz
 
 # Machines are busy: a slow example is no failure, the timeout of each test is.
 settings.register_profile("meshmuon", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ)
@@ -46,3 +49,23 @@ def same_stance() -> Iterator[None]:
         from torch._dynamo import eval_frame
 
         assert eval_frame._stance.stance == "default"
+
+
+@pytest.fixture
+def precise_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.optim.Muon without its cast to bfloat16."""
+
+    def in_own_dtype(grad: torch.Tensor, ns_coefficients: Sequence[float], ns_steps: int, eps: float) -> torch.Tensor:
+        return newton_schulz(grad, [ns_coefficients] * ns_steps, eps)
+
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_own_dtype)
+
+
+@pytest.fixture(scope="module")
+def frozen_heap() -> Iterator[None]:
+    """Objects of earlier tests are not looked at again: with them, a garbage collection takes a second."""
+    torch.optim.SGD([torch.ones(2)])  # the first optimizer of a process imports what keeps frames alive
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -175,6 +175,7 @@ def test_tests_that_a_page_names_exist(page: Path) -> None:
     """By path, by file name in any folder, or by function; … leaves out the end of a name."""
     missing = []
     for text in re.findall(r"`([^`\n]+)`", page.read_text()):
+        missing += [path for path in re.findall(r"\btests/[\w/.]*\w", text) if not (ROOT / path).exists()]
         for folder, name, ending in re.findall(r"(tests/(?:\w+/)*)?\b(test_\w+)(\.py|…)?", text):
             if ending == ".py":
                 found = (ROOT / folder / f"{name}.py").exists() if folder else any((ROOT / "tests").rglob(f"{name}.py"))

@@ -72,14 +72,3 @@ def test_local_links_exist(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text())
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_tests_exist(page: Path) -> None:
-    """Paths such as ``tests/optim/test_step.py``, and after ``::`` the name of a test in it."""
-    missing = []
-    for path, name in re.findall(r"`(tests/[\w/.]+?)(?:::(\w+))?`", page.read_text()):
-        file = ROOT / path
-        if not file.exists() or (name and f"def {name}(" not in file.read_text()):
-            missing.append(f"{path}::{name}" if name else path)
-    assert not missing

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshmuon import Muon
 from meshmuon.agree.differences import Note, raise_mismatch
-from meshmuon.errors import PlanMismatchError, UnsupportedError
-from tests.support.cases import Case, Param, build, check_missing, gradient, initial, place, run, single
+from meshmuon.errors import PlanMismatchError
+from tests.support.cases import Case, Param, build, gradient, initial, place, run
 from tests.support.small_model import world_mesh
-from tests.support.tensors import assert_untouched, everything, local, one_text, refused, same
+from tests.support.tensors import local, one_text, refused, same
 from tests.support.threads import run_threads
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -28,12 +28,6 @@ def params_of(case: Case, mesh: DeviceMesh) -> list[nn.Parameter]:
     return [nn.Parameter(place(case, [mesh], k, value)) for k, value in enumerate(initial(case))]
 
 
-def run_steps(case: Case, mesh: DeviceMesh, params: Sequence[nn.Parameter], optimizer: Muon) -> None:
-    for step in range(case.steps):
-        give_gradients(case, mesh, params, step)
-        optimizer.step()
-
-
 def give_gradients(case: Case, mesh: DeviceMesh, params: Sequence[nn.Parameter], step: int) -> None:
     for k, param in enumerate(params):
         value = gradient(case, step, k)
@@ -41,35 +35,6 @@ def give_gradients(case: Case, mesh: DeviceMesh, params: Sequence[nn.Parameter],
 
 
 # A gradient that only some ranks have.
-
-SHARDED = Case((Param((7, 5), 0, (S0,)), Param((4, 8), 0, (S1,)), Param((3, 6, 4), 0, (S1,)), Param((6, 4), 0, (S0,))))
-WITH_ADAMW = Case((Param((7, 5), 0, (S0,)), Param((11,), 0, (S0,), muon=False)))
-EXPERTS = Case((Param((6, 5, 4), 0, (S0,)),))
-
-
-@pytest.mark.parametrize(
-    ("case", "without_gradient"),
-    [
-        pytest.param(SHARDED, {(0, 0): {1}}, id="first step, rows"),
-        pytest.param(SHARDED, {(2, 1): {0, 2}}, id="columns, two ranks"),
-        pytest.param(SHARDED, {(1, 2): {2}, (3, 2): {0}}, id="experts cut inside"),
-        pytest.param(SHARDED, {(1, 0): {0}, (1, 3): {1}, (2, 0): {0}, (4, 1): {2}}, id="several at once"),
-        pytest.param(WITH_ADAMW, {(0, 1): {1}, (3, 1): {0, 2}}, id="AdamW"),
-        pytest.param(WITH_ADAMW, {(1, 0): {2}, (1, 1): {0}}, id="Muon and AdamW"),
-        pytest.param(Case((*WITH_ADAMW.params, *EXPERTS.params)), {(1, 2): {2}}, id="experts beside shards"),
-        # What a missing gradient means must not depend on whether another parameter of the model happens to travel.
-        pytest.param(EXPERTS, {(1, 0): {1}}, id="nothing travels: experts"),
-        pytest.param(Case((Param((11,), 0, (S0,), muon=False),)), {(1, 0): {1}}, id="nothing travels: AdamW"),
-        # Two rows on three ranks: the empty rank's gradient says nothing.
-        pytest.param(
-            Case((Param((2, 5), 0, (S0,)), Param((6, 4), 0, (S0,)))), {(step, 0): {2} for step in range(5)}, id="an empty shard"
-        ),
-    ],
-)
-def test_a_gradient_missing_on_some_ranks_is_zero_there(case: Case, without_gradient: dict[tuple[int, int], set[int]]) -> None:
-    """Bit-equal to one device whose gradient is zero in those ranks' elements; in that step and in the following ones."""
-    run_threads(WORLD, lambda rank: check_missing(case, world_mesh(), without_gradient))
-
 
 TORN = {
     "Muon, shared": (Param((6, 4), 0, (R,)), {"replicas": "share"}),
@@ -199,82 +164,6 @@ def test_errors_name_the_difference_and_nothing_else() -> None:
     assert told(extra="[1, 2]") == "w: rank 1 steps it with extra=[1, 2]; rank 0 with no such option"
     many = told(lr="0.2", a="2", b="2", c="2", d="2")
     assert many == "w: rank 1 steps it with lr=0.2, a=2, b=2, c=2 and 1 more; rank 0 with lr=0.1, a=1, b=1, c=1 and 1 more"
-
-
-# Plans that change.
-
-
-def test_no_gradient_anywhere_is_no_step() -> None:
-    case = Case((Param((7, 5), 0, (S0,)), Param((5,), 0, (S0,), muon=False)))
-
-    def main(rank: int) -> None:
-        mesh = world_mesh()
-        optimizer = build(case, params_of(case, mesh))
-        before = everything(optimizer)
-        optimizer.step()
-        assert_untouched(optimizer, before)
-
-    run_threads(WORLD, main)
-
-
-# Layouts that have no meaning.
-
-
-@pytest.mark.parametrize("ranks", [[2, 1, 0], [1, 0, 2]])
-def test_a_mesh_with_descending_ranks_is_refused(ranks: list[int]) -> None:
-    def main(rank: int) -> str:
-        mesh = DeviceMesh("cpu", ranks)
-        param = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [S0], src_data_rank=None))
-        with pytest.raises(UnsupportedError) as caught:
-            Muon([{"params": [param], "names": ["one"], "use_muon": True}])
-        return str(caught.value)
-
-    assert "Build the mesh with ascending ranks" in one_text(run_threads(3, main))
-
-
-# Parameters that are replaced.
-
-
-def test_parameters_swapped_after_construction() -> None:
-    """Accelerate builds the optimizer on plain parameters and puts the sharded ones in their place before the first step."""
-    case = Case((Param((7, 5), 0, (S0,)), Param((6, 4), 0, (S1,)), Param((5,), 0, (S0,), muon=False)))
-    expected = single(case)
-
-    def main(rank: int) -> None:
-        mesh = world_mesh()
-        plain = [nn.Parameter(value) for value in initial(case)]
-        optimizer = build(case, plain)
-        params = params_of(case, mesh)
-        new = dict(zip(plain, params, strict=True))
-        for group in optimizer.param_groups:
-            group["params"] = [new[param] for param in group["params"]]
-        run_steps(case, mesh, params, optimizer)
-        for k in (0, 1):
-            same(local(params[k]), local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
-            momentum = optimizer.state[params[k]]["momentum_buffer"]
-            assert isinstance(momentum, DTensor)
-            same(local(momentum), local(place(case, [mesh], k, expected[1][k]["momentum_buffer"])), f"momentum {k}")
-
-    run_threads(WORLD, main)
-
-
-# What torch itself rounds otherwise.
-
-
-def test_adamw_on_shards_has_the_bits_of_one_device() -> None:
-    """Eight elements on four ranks. torch's fused CPU kernel rounds a vector of eight otherwise than the scalar tail."""
-    case = Case(tuple(Param((8,), 0, (S0,), muon=False) for _ in range(40)))
-    expected = single(case)
-
-    def main(rank: int) -> None:
-        mesh = world_mesh()
-        params = params_of(case, mesh)
-        optimizer = build(case, params)
-        run_steps(case, mesh, params, optimizer)
-        for k, param in enumerate(params):
-            same(local(param), local(place(case, [mesh], k, expected[0][k])), f"parameter {k}")
-
-    run_threads(4, main)
 
 
 def test_a_shard_of_as_many_elements_in_another_shape_is_refused() -> None:

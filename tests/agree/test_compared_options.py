@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -66,14 +65,6 @@ EXPERTS: dict[str, dict[str, Any]] = {  # what all ranks are given beside it, so
     "expert_dims": {"expert_keys": ["one", "two"]},
     "expert_keys": {"conv": "flatten"},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_every_option_is_here() -> None:

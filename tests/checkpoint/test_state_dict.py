@@ -63,23 +63,6 @@ def test_parameters_without_a_gradient_appear_with_zeros() -> None:
     assert all(not value.any() for value in saved["state"][4].values())
 
 
-def test_saved_before_the_first_gradient_and_resumed() -> None:
-    """Taking a state_dict after every step changes nothing, although it creates state."""
-    params, whole = make(), make()
-    optimizer = build(params)
-    for step in range(3):
-        steps(optimizer, params, range(step, step + 1))
-        saved = copy.deepcopy(optimizer.state_dict())
-    twins = copied(params)
-    fresh, uninterrupted = build(twins), build(whole)
-    fresh.load_state_dict(saved)
-    steps(uninterrupted, whole, range(7))
-    for resumed, own in ((optimizer, params), (fresh, twins)):
-        steps(resumed, own, range(3, 7))
-        assert_same_bits(own, whole)
-        assert_same_bits(content(resumed), content(uninterrupted))
-
-
 def rule(rows: int, cols: int) -> float:
     return 0.1 * rows
 

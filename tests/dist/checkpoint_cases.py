@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import DistMuon, Muon, StateError
-from meshmuon.checkpoint import verify, write_manifest
-from meshmuon.errors import CheckpointError
 from tests.support.checkpoint_model import (
     GROUPS,
     LAYOUTS,
@@ -37,11 +35,10 @@ from tests.support.checkpoint_model import (
     load_whole,
     train,
     trained,
-    uninterrupted,
     whole_state,
 )
 from tests.support.processes import Job
-from tests.support.tensors import bits, like, local
+from tests.support.tensors import bits, local
 
 
 def save(layout: str, folder: Path) -> None:
@@ -76,6 +73,20 @@ def load(source: str, target: str, folder: Path, options: StateDictOptions | Non
     load_whole(model, optimizer, state, options)
     assert optimizer.param_groups[0]["momentum"] == 0.95
     check_continued(model, optimizer)
+
+
+def offloaded(layout: str, folder: Path) -> None:
+    """Saved and loaded while the state is away."""
+    model, optimizer = trained(layout)
+    optimizer.turn_on_cpu_offload()
+    dcp.save(whole_state(model, optimizer), checkpoint_id=folder / "offloaded")
+    check_continued(model, optimizer)
+    again, resumed = fresh(layout)
+    resumed.turn_on_cpu_offload()
+    state = whole_state(again, resumed)
+    dcp.load(state, checkpoint_id=folder / "offloaded")
+    load_whole(again, resumed, state)
+    check_continued(again, resumed)
 
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -161,10 +172,10 @@ def check_same_bits(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> N
         assert torch.equal(bits(local(value)), bits(local(actual[name]))), name
 
 
-def expect(text: str, action: Callable[[], object], kind: type[Exception] = StateError) -> None:
+def expect(text: str, action: Callable[[], object]) -> None:
     try:
         action()
-    except kind as error:
+    except StateError as error:
         said = str(error)
     else:
         said = "nothing was refused"
@@ -206,34 +217,6 @@ def wrong_states(layout: str) -> None:
     assert str(optimizer.state_dict()["param_groups"]) == groups
     train(model, optimizer, range(SAVED, STEPS))
     compare(model, optimizer, STEPS)
-
-
-def damaged(layout: str, folder: Path) -> None:
-    """One rank describes what all have saved; a flipped bit passes ``dcp.load`` and not ``verify``."""
-    place = folder / "damaged"
-    model, optimizer = trained(layout)
-    dcp.save(whole_state(model, optimizer), checkpoint_id=place)
-    if dist.get_rank() == 0:
-        write_manifest(place)
-    dist.barrier()
-    verify(place)
-    dist.barrier()  # all have verified what one rank damages now
-    momentum = uninterrupted(SAVED)["wq.momentum_buffer"]
-    if dist.get_rank() == 0:  # its rows are the first four
-        held = momentum[:4].numpy().tobytes()
-        data = next(path for path in sorted(place.glob("*.distcp")) if held in path.read_bytes())
-        content = bytearray(data.read_bytes())
-        content[content.index(held) + 3] ^= 1 << 6
-        data.write_bytes(content)
-    dist.barrier()
-    again, resumed = fresh(layout)
-    state = whole_state(again, resumed)
-    dcp.load(state, checkpoint_id=place)  # not a word
-    load_whole(again, resumed, state)
-    mine = resumed.state[again.weight("wq")]["momentum_buffer"].to_local()
-    changed = int((mine != like(again.weight("wq"), momentum).to_local()).sum())
-    assert changed == (dist.get_rank() == 0), "the bit was not loaded"
-    expect(".distcp has changed: expected SHA-256", lambda: verify(place), CheckpointError)
 
 
 # DistMuon: plain weights, momentum on owners only.
@@ -312,8 +295,8 @@ def jobs() -> dict[str, Job]:
     for layout in ("1 rank", hub, "TP×FSDP 2×2", "EP×FSDP 2×2"):
         listed[f"plain state_dict on {layout}"] = Job(LAYOUTS[layout][0], partial(plain, layout))
         listed[f"creating state on {layout}"] = Job(LAYOUTS[layout][0], lambda _, layout=layout: creating_state(layout))
+    listed["offloaded"] = Job(2, partial(offloaded, hub))
     listed["wrong states"] = Job(2, lambda _: wrong_states(hub))
-    listed["a flipped bit"] = Job(2, partial(damaged, hub))
     listed["DistMuon, saved on 3"] = Job(3, save_replicas)
     listed["DistMuon, loaded on 2"] = Job(2, partial(load_replicas, full=False))
     listed["DistMuon, loaded on 4, full"] = Job(4, partial(load_replicas, full=True))

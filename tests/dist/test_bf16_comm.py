@@ -27,8 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import Muon
-from tests.support.cases import Case, Param, sharded
-from tests.support.counting import counted
 from tests.support.tensors import local
 from tests.support.threads import run_threads
 
@@ -107,17 +105,3 @@ def test_error_of_the_update_is_within_the_bound(name: str, shape: tuple[int, in
     square = shape[0] == shape[1]
     assert allowed <= 1.05 * ((KAPPA if square else 2 * KAPPA) + 1) * U, "the bound is not what the docstring says"
     assert U / 8 <= relative <= allowed, f"relative error {relative:.2e}, bound {allowed:.2e}"
-
-
-def test_half_the_bytes_of_float32() -> None:
-    sent = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        case = Case((Param((7, 5), 0, (S0,)), Param((6, 12), 0, (S0,))), {"comm_dtype": dtype}, 2)
-        with counted() as wire:
-            run_threads(
-                3, lambda rank, case=case, wire=wire: sharded(case, [init_device_mesh("cpu", (3,))], watch=wire.watch) and None
-            )
-        for rank in range(3):
-            wire.check(rank)
-        sent[dtype] = wire.nbytes
-    assert {rank: 2 * size for rank, size in sent[torch.bfloat16].items()} == sent[torch.float32]

@@ -444,31 +444,6 @@ def test_the_reference_path_equals_one_device(layout: str, everything: bool) -> 
     assert not run_case(case, layouts, use_distributed_muon=True).calls, "it must not use the exchanges that it verifies"
 
 
-ODD = ((6, 17), (7, 17), (31, 33), (100, 130), (3, 9, 9))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    ("placement", "options", "threads"),
-    [(S0, {}, 1), (S1, {"chunk_size": 3}, 1), (R, {"chunk_size": 1}, 1), (S0, {"deterministic": True}, 3)],
-    ids=str,
-)
-def test_many_odd_matrices(dtype: torch.dtype, placement: Any, options: dict[str, Any], threads: int) -> None:
-    """Four of each, so that batches are large and no matrix fills multiples of 64 bytes."""
-    params = (
-        *(Param(shape, 0, (placement,), dtype) for shape in ODD for _ in range(4)),
-        Param((37,), 0, (S0,), dtype, muon=False),
-    )
-    run_case(Case(params, options, 2, threads), Layouts((3,)))
-
-
-def test_dtypes_of_weights_and_momentum_may_differ() -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float64)
-    params = tuple(Param((9, 6), 0, (S0,), dtype) for dtype in dtypes)
-    for options in ({}, {"momentum_dtype": torch.bfloat16, "chunk_size": 1}):
-        run_case(Case(params, options), Layouts((3,)))
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 5])
 @pytest.mark.parametrize("idle", [(1,), (0, 2, 4), (1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6)], ids=str)
 def test_waves_without_gradients_keep_their_turn(ahead: int, idle: tuple[int, ...]) -> None:
@@ -485,15 +460,6 @@ def test_parts_that_stay_and_parts_that_travel_share_one_momentum(ahead: int, po
     params = [Param((rows, 5), 0, (S0,)) for _ in range(5)]
     params.insert(position, Param((12, 5), 0, (S0,), split=(4, 4, 4)))
     run_case(Case(tuple(params), {"chunk_size": 1, "warmup_step": ahead}, 3), Layouts((2,)))
-
-
-def test_fsdp_sends_each_element_to_its_owner_and_back() -> None:
-    """2(W − 1)/W² of the parameters' elements per rank: a rank gathers and scatters all but its own part of P/W elements."""
-    case = Case((*(Param((8, 8), 0, (S0,)) for _ in range(4)), Param((4, 4), 0, (S0,))), {}, 1)
-    wire = run_case(case, Layouts((4,)))
-    total = sum(math.prod(param.shape) for param in case.params)
-    assert sum(wire.elements.values()) * 4 == 2 * 3 * total
-    assert sum(wire.nbytes.values()) == 4 * sum(wire.elements.values())
 
 
 EP_OF_FSDP = (STRIDED, S0)

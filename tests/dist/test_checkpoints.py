@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.support.processes import JobRanks
+from tests.support.processes import JobRanks, job_ranks
 
 from .checkpoint_cases import jobs
 
 NAMES = tuple(jobs())  # in this order: what one job saves another one loads
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
-    started = JobRanks(jobs, NAMES, tmp_path_factory.mktemp("checkpoints"))
-    yield started
-    started.stop()
+ranks = job_ranks(jobs, NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

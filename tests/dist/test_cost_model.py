@@ -82,17 +82,6 @@ def test_ranks_that_load_different_files_raise_alike(tmp_path: Path) -> None:
     assert "replicas" not in texts[0], "what is the same on all ranks"
 
 
-def test_ranks_that_load_equal_files_plan_alike(tmp_path: Path) -> None:
-    files = [write(tmp_path / f"{rank}.json") for rank in range(4)]
-
-    def main(rank: int) -> str:
-        optimizer = muon_on(init_device_mesh("cpu", (4,)), cost_model=files[rank])
-        optimizer.step()
-        return optimizer.plan().digest
-
-    assert len(set(run_threads(4, main))) == 1
-
-
 def test_copies_keep_it() -> None:
     def main(rank: int) -> bool:
         optimizer = muon_on(init_device_mesh("cpu", (4,)), cost_model=SLOW_LINK)

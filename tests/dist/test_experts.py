@@ -9,12 +9,9 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.support.cases import Case, Param, check, gradient, initial, place, run, single
-from tests.support.counting import counted
-from tests.support.tensors import same
 from tests.support.threads import run_threads
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -23,10 +20,6 @@ STEPS = 3
 
 def experts(shape: tuple[int, ...], *placements: Any) -> Param:
     return Param(shape, 0, placements)
-
-
-def strided(factor: int) -> _StridedShard:
-    return _StridedShard(0, split_factor=factor)
 
 
 def test_the_learning_rate_of_experts_as_in_out_is_asked_for_out_and_in() -> None:
@@ -40,33 +33,6 @@ def test_the_learning_rate_of_experts_as_in_out_is_asked_for_out_and_in() -> Non
     expected = single(case)
     run_threads(4, lambda rank: check(case, [init_device_mesh("cpu", (2, 2))], expected))
     assert asked == {(9, 5)}
-
-
-@pytest.mark.parametrize(("count", "efsdp", "ep"), [(8, 2, 2), (6, 2, 2), (8, 3, 2), (9, 2, 3), (5, 2, 1)])
-def test_shards_that_fsdp_would_cut_inside_the_parts_of_ep(count: int, efsdp: int, ep: int) -> None:
-    """torchtitan cuts by EP first and FSDP2 cuts what EP left; here by hand, so that nothing of distribute_tensor is trusted."""
-    case = Case((experts((count, 6, 5), strided(ep), S0),), {}, STEPS)
-    expected, _ = single(case)
-
-    def main(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (efsdp, ep), mesh_dim_names=("efsdp", "ep"))
-        outer, inner = rank % ep, rank // ep
-
-        def cut(whole: Tensor) -> Tensor:
-            chunks = whole.chunk(ep)[outer].chunk(efsdp)
-            return chunks[inner].clone() if inner < len(chunks) else whole[:0].clone()
-
-        def as_dtensor(whole: Tensor) -> DTensor:
-            layout = {"shape": whole.shape, "stride": whole.stride()}
-            return DTensor.from_local(cut(whole), mesh, case.params[0].placements, run_check=False, **layout)
-
-        params = [nn.Parameter(as_dtensor(initial(case)[0]))]
-        values, _, _ = run(case, params, lambda step, k: as_dtensor(gradient(case, step, k)))  # type: ignore[arg-type]
-        same(values[0], cut(expected[0]), f"rank {rank}, parameter")
-
-    with counted() as wire:
-        run_threads(efsdp * ep, main)
-    assert not wire.calls
 
 
 # Batches. An 8 x 4 matrix needs 4 bytes times 32 (itself), 32 (scratch like it) and 5 * 16 (squares): 576 bytes. All of these are

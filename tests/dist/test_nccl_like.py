@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshmuon.agree.node_view import RANKS_PER_NODE
 from tests.support.cases import Case, Param, check, single
 from tests.support.nccl_like import NAME, NcclLike
-from tests.support.processes import Job, JobRanks
+from tests.support.processes import Job, JobRanks, job_ranks
 
 from .gloo_cases import ALONE, CASES, S0, S1, R
 
@@ -155,11 +154,7 @@ def jobs() -> dict[str, Job]:
     return {name: Job(world, lambda _, run=run: run(), NAME) for name, (world, run) in chosen.items()}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
-    started = JobRanks(jobs, tuple(jobs()), tmp_path_factory.mktemp("nccl"))
-    yield started
-    started.stop()
+ranks = job_ranks(jobs, tuple(jobs()))
 
 
 @pytest.mark.parametrize("name", jobs())

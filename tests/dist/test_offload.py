@@ -9,17 +9,13 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
-from meshmuon import MeshmuonError, Muon, get_default_muon_param_groups
+from meshmuon import MeshmuonError, Muon
 from meshmuon.device import Transfers
 from meshmuon.optim import offload
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, world_mesh
-from tests.support.tensors import local, same
 from tests.support.threads import run_threads
 
 S0 = Shard(0)
@@ -51,47 +47,6 @@ def test_the_state_of_a_dtensor_stays_one() -> None:
                 one.turn_off_cpu_offload()
             _, value = (entry["momentum_buffer"] for entry in one.state.values())
             assert torch.equal(copy.deepcopy(value).to_local(), saved.to_local())
-
-    run_threads(2, main)
-
-
-def test_checkpoints_through_torch_s_own_functions() -> None:
-    """Taken and loaded while the state is away, they continue as a run without either."""
-
-    def main(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-
-        def start() -> tuple[nn.Module, Muon]:
-            model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-            generator = torch.Generator().manual_seed(0)  # the global one is shared by all threads
-            for param in model.parameters():
-                param.data.normal_(generator=generator)
-            fully_shard(model, mesh=mesh)
-            groups = get_default_muon_param_groups(model, is_muon_func=lambda name, param: param.dim() == 2)
-            return model, Muon(groups)
-
-        def steps(model: nn.Module, optimizer: Muon, numbers: range) -> None:
-            for step in numbers:
-                generator = torch.Generator().manual_seed(step)
-                model(torch.randn(4, 6, generator=generator)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-        model, optimizer = start()
-        steps(model, optimizer, range(5))
-        first, saving = start()
-        saving.turn_on_cpu_offload()
-        steps(first, saving, range(3))
-        saved = tree_map_only(Tensor, torch.clone, get_state_dict(first, saving))
-        steps(first, saving, range(3, 4))
-        second, loading = start()
-        loading.turn_on_cpu_offload()
-        set_state_dict(second, loading, model_state_dict=saved[0], optim_state_dict=saved[1])
-        steps(second, loading, range(3, 5))
-        for mine, wanted in zip(second.parameters(), model.parameters(), strict=True):
-            same(local(mine), local(wanted), "parameter")
-            for key, value in optimizer.state[wanted].items():
-                same(local(loading.state[mine][key]), local(value), key)
 
     run_threads(2, main)
 

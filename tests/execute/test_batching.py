@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshmuon import Muon
-from tests.support.reference import LR, Shape, assert_same_bits, copies, engine_muon, gradients, group, make_params, run
+from tests.support.reference import LR, Shape, assert_same_bits, engine_muon, group, make_params, run
 
 SMALL: tuple[Shape, ...] = (
     (8, 12),
@@ -95,25 +94,3 @@ def test_deterministic_multiplies_matrices_one_by_one(deterministic: bool, sizes
     with Products() as products:
         results(((8, 12),) * 3, deterministic=deterministic)
     assert products.sizes == sizes
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_neighbours_do_not_matter_when_deterministic() -> None:
-    """A matrix gets the same bits alone and among others."""
-    together = make_params((16, 24), (16, 24), (40, 8), (16, 24))
-    alone = copies(together)
-    run(Muon([group(together)], lr=LR, deterministic=True), together, [0])
-    for k, param in enumerate(alone):
-        param.grad = gradients(together, 0)[k]
-        Muon([group([param])], lr=LR, deterministic=True).step()
-    assert_same_bits(together, alone)
-
-
-def test_order_of_groups_does_not_matter() -> None:
-    params = make_params((8, 12), (8, 12), (8, 12))
-    twins = copies(params)
-    one = Muon([group(params)], lr=LR)
-    many = Muon([group([twin], prefix=f"g{k}") for k, twin in enumerate(twins)], lr=LR)
-    run(one, params, range(3))
-    run(many, twins, range(3))
-    assert_same_bits(params, twins)

@@ -9,7 +9,7 @@ that is rank 1, as torch's threaded process group does the work of its collectiv
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +24,8 @@ from meshmuon.agree.planned_set import LONG_IDLE_STEPS
 from tests.support.reference import LR, engine_muon, gradients, group, make_params, set_gradients
 from tests.support.threads import run_threads
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 SCALAR = 16  # bytes
 SHAPES = ((40, 40), (24, 64), (64, 24), (24, 64), (3, 20, 16), (390, 400))
 FORMS: list[dict[str, Any]] = [
@@ -35,15 +37,6 @@ FORMS: list[dict[str, Any]] = [
     {"chunk_size": 1},
     {"momentum": 0.5, "maximize": True, "lr": torch.tensor(0.005)},
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen_heap() -> Iterator[None]:
-    """Objects of earlier tests are not looked at again: with them, a garbage collection takes a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Memory(NamedTuple):

@@ -18,7 +18,7 @@ from meshmuon import DistMuon, Muon
 from meshmuon.errors import StateError, TransportError
 from meshmuon.transport.groups import timeout_of_group
 from tests.support import nccl_like
-from tests.support.injector import Fault, await_files, fail_at, kill_this_rank, stall_at
+from tests.support.injector import Fault, Kill, await_files, fail_at, stall_at
 from tests.support.lost_ranks import run_tries
 from tests.support.processes import GROUP_TIMEOUT, RankOutcome, fork_server, results_of, run_ranks, shorten_timeouts
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps, world_mesh
@@ -79,9 +79,9 @@ def stay(folder: Path, rank: int, ranks: int) -> None:
     await_files(folder, "reported*", ranks)
 
 
-def muon_rank(rank: int, folder: Path, step: int, phase: str, action: Any, left: int, options: dict[str, Any]) -> Report:
+def muon_rank(rank: int, folder: Path, step: int, phase: str, action: Any, left: int) -> Report:
     params = initial(world_mesh())
-    optimizer = muon_of(params, **options)
+    optimizer = muon_of(params)
     if phase == "between steps":
         fault = fail_at(LOST, step, "before the agreement", action, folder)
         if rank == LOST:
@@ -94,16 +94,6 @@ def muon_rank(rank: int, folder: Path, step: int, phase: str, action: Any, left:
         assert_equal(params, after(report.completed))  # nothing was written
     stay(folder, rank, left)
     return report
-
-
-class Kill:
-    """Kills the rank; an object that knows the folder of the test, since it is sent to the ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self) -> None:
-        kill_this_rank(self.folder, WORLD - 1)
 
 
 class Raise(Kill):
@@ -134,16 +124,8 @@ KILLS: dict[str, tuple[int, set[str]]] = {  # the step, and in which phases the 
 @pytest.mark.parametrize("phase", KILLS)
 def test_a_killed_rank(phase: str, tmp_path: Path) -> None:
     step, allowed = KILLS[phase]
-    ended = run_ranks(WORLD, muon_rank, tmp_path, step, phase, Kill(tmp_path), WORLD - 1, {})
+    ended = run_ranks(WORLD, muon_rank, tmp_path, step, phase, Kill(tmp_path), WORLD - 1)
     check_lost(ended, allowed, {step, step + 1})
-
-
-@pytest.mark.parametrize("phase", ["before the gather", "orthogonalise", "scatter"])
-def test_a_rank_killed_among_many_waves(phase: str, tmp_path: Path) -> None:
-    """One matrix at a time, and no wave beside another."""
-    options = {"chunk_size": 1, "warmup_step": 0}
-    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, Kill(tmp_path), WORLD - 1, options)
-    check_lost(ended, {"gather", "scatter", "agreement"}, {2, 3})
 
 
 def check_survivors(reports: list[Report]) -> None:
@@ -238,7 +220,7 @@ def test_a_rank_that_stalls(phase: str, allowed: set[str], tmp_path: Path) -> No
 @pytest.mark.parametrize("action", [Raise, Interrupt])
 def test_a_rank_that_leaves_a_step(phase: str, action: type[Raise], tmp_path: Path) -> None:
     """An error where none is expected, or Ctrl-C: the others hear at once, and no rank steps on."""
-    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, action(tmp_path), WORLD, {})
+    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, action(tmp_path), WORLD)
     reports: list[Report] = results_of(ended)
     assert reports[LOST].kind == type(action.error).__name__
     assert [kind for kind, _ in reports[LOST].later] == ["StateError", "StateError"]
@@ -248,7 +230,7 @@ def test_a_rank_that_leaves_a_step(phase: str, action: type[Raise], tmp_path: Pa
 @pytest.mark.parametrize("action", [Raise, Interrupt])
 def test_a_rank_that_leaves_while_the_others_are_ready(action: type[Raise], tmp_path: Path) -> None:
     """In the first step, whose plan it has not prepared yet; nothing is half done."""
-    reports: list[Report] = results_of(run_ranks(WORLD, muon_rank, tmp_path, 0, "making ready", action(tmp_path), WORLD, {}))
+    reports: list[Report] = results_of(run_ranks(WORLD, muon_rank, tmp_path, 0, "making ready", action(tmp_path), WORLD))
     assert reports[LOST].kind == type(action.error).__name__
     check_survivors(reports)
     for rank, report in enumerate(reports):
@@ -260,7 +242,7 @@ def test_a_rank_that_leaves_while_the_others_are_ready(action: type[Raise], tmp_
 def test_a_lost_rank_under_nccls_rules(phase: str, action: type[Kill], tmp_path: Path) -> None:
     """NCCL tells nobody: the others hear over the connections of the agreement, and abort what they wait for."""
     left = WORLD - (action is Kill)
-    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, action(tmp_path), left, {}, backend=nccl_like.NAME)
+    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, action(tmp_path), left, backend=nccl_like.NAME)
     reports: list[Report] = results_of([one for rank, one in enumerate(ended) if rank != LOST])
     for report in reports:
         assert report.kind == "TransportError", report
@@ -269,9 +251,7 @@ def test_a_lost_rank_under_nccls_rules(phase: str, action: type[Kill], tmp_path:
 
 
 def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
-    reports: list[Report] = results_of(
-        run_ranks(WORLD, muon_rank, tmp_path, 2, "in the agreement", Interrupt(tmp_path), WORLD, {})
-    )
+    reports: list[Report] = results_of(run_ranks(WORLD, muon_rank, tmp_path, 2, "in the agreement", Interrupt(tmp_path), WORLD))
     assert reports[LOST].kind == "KeyboardInterrupt"
     check_survivors(reports)
 

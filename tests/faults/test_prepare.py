@@ -14,7 +14,7 @@ from meshmuon import DistMuon, Muon
 from meshmuon.errors import MeshmuonError, PlanMismatchError, StateError, TransportError
 from meshmuon.execute import DataParallelExecutor, Executor
 from tests.support import nccl_like
-from tests.support.injector import Fault, await_files, fail_at, kill_this_rank, stall_at
+from tests.support.injector import Fault, Kill, await_files, fail_at, stall_at
 from tests.support.processes import GROUP_TIMEOUT, results_of, run_ranks
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps, world_mesh
 from tests.support.tensors import assert_untouched, everything, one_text
@@ -166,16 +166,6 @@ def test_prepare_does_not_count_as_a_step() -> None:
 
 
 # In the warm-up exchange, and once while planning.
-
-
-class Kill:
-    """Objects that know the folder of the test, since they are sent to the ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self) -> None:
-        kill_this_rank(self.folder, WORLD - 1)
 
 
 class Fail(Kill):

@@ -304,12 +304,12 @@ class Pair:
         self.both(act)
 
     def scheme_raises(self) -> str | None:
-        """The matrices of one rank keep weight and momentum everywhere, and all ranks raise the same error."""
-        number, odd = self.number(), self.random.randrange(self.world)
+        """The matrices of one or two ranks keep weight and momentum everywhere, and all ranks raise the same error."""
+        number, failing = self.number(), self.random.sample(range(self.world), self.random.choice((1, 2)))
         self.both(lambda run: run.give_gradients(number))
         optimizer, text = self.mine.optimizer, None
         assert optimizer is not None
-        _mood.raises = self.rank == odd
+        _mood.raises = self.rank in failing
         try:
             optimizer.step()
         except OrthogonalizeError as error:
@@ -317,7 +317,7 @@ class Pair:
         _mood.raises = False
         plan, idle = optimizer.plan(), optimizer._planner._decision.idle
         tasks = [task for task in plan.tasks if task.param not in idle]
-        names = {plan.params[task.param].name for task in tasks if task.owner == odd}
+        names = {plan.params[task.param].name for task in tasks if task.owner in failing}
         assert (text is not None) == bool(names), "a failed step went unnoticed"
         for slot, param in zip(self.whole.slots, self.whole.params, strict=True):
             if slot.name in names:

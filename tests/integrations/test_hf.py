@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from meshmuon import ConfigError, Muon, UnsupportedError
-from tests.support.processes import JobRanks
+from tests.support.processes import JobRanks, job_ranks
 
 from . import hf_cases
 from .hf_cases import Trainer, TrainingArguments, muon
@@ -28,11 +27,7 @@ def test_accelerate_gives_the_bits_of_a_plain_loop(precision: str, tmp_path: Pat
     hf_cases.check_accelerate(tmp_path, hf_cases.Accelerated("single", precision=precision))
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
-    started = JobRanks(hf_cases.jobs, tuple(hf_cases.RANK_CASES), tmp_path_factory.mktemp("hf"))
-    yield started
-    started.stop()
+ranks = job_ranks(hf_cases.jobs, tuple(hf_cases.RANK_CASES))
 
 
 @pytest.mark.parametrize("name", hf_cases.RANK_CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 from meshmuon import ConfigError, Muon, get_default_muon_param_groups
 
 from ..support.optional import need
-from ..support.processes import JobRanks
+from ..support.processes import JobRanks, job_ranks
 
 need("lightning")
 
@@ -25,11 +24,7 @@ from .lightning_cases import Module, fit, jobs
 CASES = list(jobs())
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
-    started = JobRanks(jobs, CASES, tmp_path_factory.mktemp("lightning"))
-    yield started
-    started.stop()
+ranks = job_ranks(jobs, CASES)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("example")])

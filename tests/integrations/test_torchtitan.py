@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ..support.optional import need
-from ..support.processes import Job, JobRanks
+from ..support.processes import Job, JobRanks, job_ranks
 
 need("torchtitan")
 
@@ -26,11 +25,7 @@ def run(name: str, folder: Path) -> None:
     run_case(name, folder)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
-    started = JobRanks(jobs, list(CASES), tmp_path_factory.mktemp("torchtitan"))
-    yield started
-    started.stop()
+ranks = job_ranks(jobs, list(CASES))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -48,9 +48,6 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "no module": (lambda: muon_for(anything(net().parameters())), "model is a generator; it must be the torch.nn.Module"),
     "keys": (lambda: muon_for(net(), keys=anything("bias")), "keys='bias' must be a function of a parameter's name"),
     "keys that raise": (lambda: muon_for(net(), keys=lambda name: {name: 1 / 0}), "keys failed for 0.weight with ZeroDivision"),
-    "unknown option": (lambda: muon_for(net(), unheard=0.9), "unheard=0.9 is not an option of Muon"),
-    "near option": (lambda: muon_for(net(), momentun=0.9), "did you mean momentum"),
-    "params": (lambda: muon_for(net(), params=[]), "params=[] is not an option of Muon"),
 }
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from meshmuon.errors import ConfigError
 from meshmuon.layout import Layout, Mesh, Placement, Replicated, Sharded
-from meshmuon.layout.layout import coordinates, flat_index
 
 MESH = Mesh((2, 3), (4, 0, 1, 9, 5, 3))
 
@@ -51,13 +50,6 @@ def test_the_text_of_a_mesh_is_made_once() -> None:
     before = Watched.looks
     assert [str(layout) for _ in range(3)] == ["[S(0)] on 64 (ranks 0-63)"] * 3
     assert Watched.looks == before
-
-
-def test_coordinates() -> None:
-    assert coordinates(MESH) == {4: (0, 0), 0: (0, 1), 1: (0, 2), 9: (1, 0), 5: (1, 1), 3: (1, 2)}
-    assert [flat_index((2, 3), where, (0, 1)) for where in coordinates(MESH).values()] == [0, 1, 2, 3, 4, 5]
-    assert [flat_index((2, 3), where, (1,)) for where in coordinates(MESH).values()] == [0, 1, 2, 0, 1, 2]
-    assert flat_index((2, 3), (1, 2), ()) == 0
 
 
 def test_a_scalar() -> None:

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmuon.errors import PlanError
-from meshmuon.layout import Layout, Mesh, Piece, Replicated, Sharded, ShardedMatrix, shard_matrices
+from meshmuon.layout import Piece, Replicated, ShardedMatrix, shard_matrices
 from meshmuon.layout.layout import coordinates
 from tests.support.layouts import Case, random_case, random_placement, random_shape, select, split
 
@@ -144,54 +143,6 @@ def test_the_random_parameters_are_of_every_kind() -> None:
     assert sum(0 < len(sharded.holdings) < len(case.mesh.ranks) for case, _, sharded in flat) > 40
     assert sum(sharded.replicas > 1 and not sharded.whole for *_, sharded in flat) > 40
     assert sum(not sharded.size for *_, sharded in flat) > 40
-
-
-def thousands(*shape: int) -> Mesh:
-    assert math.prod(shape) == 2048
-    return Mesh(shape, tuple(range(2048)))
-
-
-@pytest.mark.parametrize(
-    ("layout", "stack_dims", "piece_shape", "holders"),
-    [
-        (Layout((8192, 1024), thousands(2048), (Sharded(0),)), 0, (4, 1024), [(rank,) for rank in range(2048)]),
-        (Layout((1000, 64), thousands(2048), (Sharded(0),)), 0, (1, 64), [(rank,) for rank in range(1000)]),
-        (Layout((3000, 8), thousands(2048), (Sharded(0),)), 0, (2, 8), [(rank,) for rank in range(1500)]),
-        (
-            Layout((4096, 1024), thousands(4, 64, 8), (Replicated(), Sharded(0), Sharded(1))),
-            0,
-            (64, 128),
-            [tuple(512 * k + part for k in range(4)) for part in range(512)],
-        ),
-        (Layout((8192, 64), thousands(256, 8), (Sharded(0, 8), Sharded(1))), 0, (32, 8), [(rank,) for rank in range(2048)]),
-        (Layout((256, 1024, 512), thousands(64, 32), (Sharded(0), Sharded(1))), 1, (32, 512), [(rank,) for rank in range(32)]),
-        (Layout((2048, 512, 3, 3), thousands(256, 8), (Sharded(0), Sharded(1))), 0, (8, 576), [(k,) for k in range(2048)]),
-        (Layout((64, 64), thousands(2048), (Replicated(),)), 0, (64, 64), [tuple(range(2048))]),
-    ],
-    ids=["fsdp", "few rows", "uneven", "hsdp × tp", "strided", "experts", "convolution", "replicated"],
-)
-def test_thousands_of_ranks(
-    layout: Layout, stack_dims: int, piece_shape: tuple[int, int], holders: list[tuple[int, ...]]
-) -> None:
-    first, *others = shard_matrices(layout, stack_dims)
-    assert {piece.shape for piece in first.pieces} == {piece_shape}
-    assert [piece.holders for piece in first.pieces] == holders
-    assert len({id(sharded) for sharded in (first, *others)}) == (64 if stack_dims else 1)
-    assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize("stack_dims", [0, 1])
-@pytest.mark.parametrize("shape", [(0, 3, 2), (3, 0, 2), (3, 2, 0), (0, 0, 0)])
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("split_factor", [1, 2])
-def test_no_elements(stack_dims: int, shape: tuple[int, ...], dim: int, split_factor: int) -> None:
-    layout = Layout(shape, Mesh((2, 2), (0, 1, 2, 3)), (Sharded(dim, split_factor), Replicated()))
-    sharded_matrices = shard_matrices(layout, stack_dims)
-    assert len(sharded_matrices) == (shape[0] if stack_dims else 1)
-    for sharded in sharded_matrices:
-        assert (sharded.size, sharded.pieces, sharded.holdings, sharded.whole) == (0, (), {}, True)
-        assert sharded.piece_of(0) is None
-        assert not any(one.pieces for one in sharded.separate_replicas)
 
 
 ROWS = (((0, 1),), ((1, 2),))

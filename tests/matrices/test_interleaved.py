@@ -53,20 +53,6 @@ def test_a_strided_range_between_two_indices(part: StridedRange, start: int, sto
     assert indices(part.moved(3)) == [index + 3 for index in indices(part)]
 
 
-@pytest.mark.parametrize(
-    ("start", "stop", "expected"),
-    [
-        (2, 18, (StridedRange(2, 2), StridedRange(6, 3, 2, 5), StridedRange(16, 2))),
-        (0, 18, (StridedRange(1, 3, 3, 5), StridedRange(16, 2))),
-        (2, 30, (StridedRange(2, 2), StridedRange(6, 3, 3, 5))),
-        (7, 8, (StridedRange(7, 1),)),
-        (4, 6, ()),
-    ],
-)
-def test_the_end_of_a_block_whole_blocks_and_the_beginning_of_one(start: int, stop: int, expected: Any) -> None:
-    assert StridedRange(1, 3, 4, 5).between(start, stop) == expected
-
-
 @given(strided_ranges(), st.integers(0, 6), strided_ranges())
 def test_joined_ranges_have_the_indices_of_both(part: StridedRange, gap: int, other: StridedRange) -> None:
     following = other.moved(part.stop + gap - other.start)

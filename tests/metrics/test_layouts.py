@@ -90,12 +90,6 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize("replicas", ["share", "repeat"])
-@pytest.mark.parametrize("replica_group", [False, True])
-def test_every_kind_of_parameter_on_a_mesh_of_two_axes(replicas: str, replica_group: bool) -> None:
-    run_case(Case(MIXED, {"replicas": replicas, "chunk_size": 1}, steps=3), Layouts((2, 2)), replica_group=replica_group)
-
-
 @pytest.mark.parametrize("options", [{}, {"rule": NorMuon()}], ids=str)
 def test_the_reference_path_measures_what_one_device_does(options: dict[str, Any]) -> None:
     run_case(Case(MIXED, {"replicas": "share", **options}, steps=3), Layouts((2, 2)), reference_path=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -61,34 +60,6 @@ def test_state_follows_a_changed_memory_format() -> None:
             moved[0].data = moved[0].data.to(memory_format=torch.channels_last)
         run_alike((optimizers[0], plain), (optimizers[1], moved), steps=[step])
     assert_same_bits(moved, plain)
-
-
-def test_beside_muon_nothing_changes() -> None:
-    """The matrices' own numbers do not reach the AdamW group, nor the other way round."""
-    params = make_params((4, 6), (5,), (7,))
-    twins = copies(params)
-    both = Muon([group(params[:1]), group(params[1:], use_muon=False, prefix="norms", lr=0.02)], lr=LR, momentum=0.3)
-    alone = Muon([group(twins[:1])], lr=LR, momentum=0.3)
-    oracle = torch.optim.AdamW(twins[1:], **{**DEFAULTS, "lr": 0.02})
-    for step in range(4):
-        run(both, params, [step])
-        run(alone, twins, [step])
-        oracle.step()
-    assert_same_bits(params, twins)
-
-
-def test_state_of_torch_adamw_continues_here() -> None:
-    """The state has torch's names and dtypes, so a run may move from torch.optim.AdamW to an AdamW group."""
-    params = make_params(*SHAPES)
-    oracle = torch.optim.AdamW(params, **DEFAULTS)
-    run(oracle, params, range(3))
-    moved = copies(params)
-    optimizer = adamw(moved)
-    saved = {"state": copy.deepcopy(oracle.state_dict()["state"]), "param_groups": optimizer.state_dict()["param_groups"]}
-    optimizer.load_state_dict(saved)
-    run(oracle, params, range(3, 6))
-    run(optimizer, moved, range(3, 6))
-    assert_same_bits(moved, params)
 
 
 def test_state_in_another_memory_order_is_put_in_the_parameters() -> None:

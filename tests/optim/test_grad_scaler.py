@@ -17,9 +17,8 @@ from tests.support.bounds import unit
 from tests.support.reference import LR, Run, gradients, set_gradients
 from tests.support.tensors import assert_bits
 
-from .test_nonfinite import groups, masked, path, snapshot
+from .test_nonfinite import groups, snapshot
 
-__all__ = ["masked", "path"]  # fixtures
 Scaler = torch.amp.GradScaler
 
 

@@ -13,20 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import GradientError, Muon
-from meshmuon.optim import adamw, collect, nonfinite
 from tests.support.brittle import RULES, TOO_LARGE, Brittle
 from tests.support.reference import Run, group, make_params
 from tests.support.tensors import assert_bits
 
 SHAPES = ((6, 4), (4, 9), (6, 4), (3, 5, 4))
-
-
-@pytest.fixture(params=["host", "device"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "device":
-        for module in (nonfinite, collect, adamw):
-            monkeypatch.setattr(module, "known_to_host", lambda tensor: False)
-    return str(request.param)
 
 
 def guarded(dtype: torch.dtype = torch.float32, rule: type[Brittle] = Brittle, **options: Any) -> Run:

@@ -17,18 +17,8 @@ from meshmuon import DistMuon, Muon, OrthogonalizeError
 from tests.support.threads import run_threads
 
 
-@pytest.fixture(autouse=True, scope="module")
-def frozen_heap() -> Iterator[None]:
-    """Objects of earlier tests are not looked at again: with them, a garbage collection takes a second."""
-    torch.optim.SGD([nn.Parameter(torch.ones(2))])  # the first optimizer of a process imports what keeps frames alive
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
-def no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection(frozen_heap: None) -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield

@@ -6,7 +6,6 @@ which nothing changes.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import GradientError, Muon, polar_express
-from meshmuon.optim import adamw, collect, nonfinite
+from meshmuon.optim import adamw
 from meshmuon.state import param_state
 from tests.support.bounds import unit
 from tests.support.reference import LR, Run, assert_moved_within_rounding, gradients, group, make_params, set_gradients
@@ -24,20 +23,6 @@ from tests.support.tensors import assert_bits
 
 BAD = [math.nan, math.inf, -math.inf]
 MATRICES, VECTORS = ((6, 4), (4, 9), (6, 4)), ((5,), (7, 3))
-
-
-@pytest.fixture
-def masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host knows nothing of any tensor, as of those on a GPU."""
-    for module in (nonfinite, collect, adamw):
-        monkeypatch.setattr(module, "known_to_host", lambda tensor: False)
-
-
-@pytest.fixture(params=["host", "device"])
-def path(request: pytest.FixtureRequest) -> str:
-    if request.param == "device":
-        request.getfixturevalue("masked")
-    return str(request.param)
 
 
 def groups(dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
@@ -197,25 +182,6 @@ def test_empty_gradients_are_finite(path: str) -> None:
     optimizer.step()
     assert optimizer.skipped_steps == 0
     assert not torch.equal(full, torch.ones(3))
-
-
-def test_a_copy_keeps_the_policy() -> None:
-    run = skipping()
-    run.step(0)
-    other = copy.deepcopy(run)
-    before = snapshot(other.everything())
-    other.step(1, bad=(0, math.nan))
-    assert_bits(other.everything(), before)
-
-
-def test_offloaded_and_skipped(path: str) -> None:
-    run, expected = skipping(), skipping()
-    run.optimizer.turn_on_cpu_offload()
-    for step in range(5):
-        run.step(step, bad=(0, math.nan) if step in (0, 2) else None)
-        if step not in (0, 2):
-            expected.step(step)
-    assert_bits(run.everything(), expected.everything())
 
 
 # ---- the masked path, which a GPU takes ----------------------------------------------------------------------------------------

@@ -220,23 +220,6 @@ def test_state_dict_moves_nothing_in_the_steady_state(away: Run, log: Log) -> No
     assert log.buffers == len(log.stored) == len(log.loaded) == 0
 
 
-def test_states_created_late() -> None:
-    """A first gradient at step 3, and a group that comes at step 4."""
-
-    def train(offloaded: bool) -> Run:
-        run = Run(plain())
-        if offloaded:
-            run.optimizer.turn_on_cpu_offload()
-        for step in range(STEPS):
-            if step == 4:
-                run.optimizer.add_param_group(group(make_params((5, 6), (3, 3), seed=9), prefix="late"))
-                run.optimizer.add_param_group(group(make_params((4,), seed=8), use_muon=False, prefix="later"))
-            run.step(step, without=(1, 4) if step < 3 else ())
-        return run
-
-    assert_bits(train(True).everything(), train(False).everything())
-
-
 def test_a_state_dict_is_the_never_offloaded_one(away: Run) -> None:
     """Bit for bit, also of a parameter that never had a gradient, and after loading it elsewhere."""
     away.optimizer.add_param_group(group(make_params((3, 5)), prefix="unused"))
@@ -342,17 +325,6 @@ def test_pinned_memory_is_little_more_than_the_state() -> None:
     assert pinned_bytes(needed) > 1.3 * needed, "in one buffer"
     assert sum(map(pinned_bytes, buffers)) <= 1.05 * needed
     assert len(buffers) <= 6
-
-
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_what_the_momentum_of_llama_3_8b_pins(ranks: int) -> None:
-    layer = [4096 * 4096, 1024 * 4096, 1024 * 4096, 4096 * 4096, *[14336 * 4096] * 3]
-    sizes = [4 * size // ranks for size in layer * 32]
-    counts = CudaTransfers.__new__(CudaTransfers).portions(sizes)
-    stops = accumulate(counts)
-    pinned = sum(pinned_bytes(sum(sizes[stop - count : stop])) for count, stop in zip(counts, stops, strict=True))
-    assert pinned <= 1.0025 * sum(sizes)
-    assert len(counts) <= 12
 
 
 def test_portions_pin_the_least() -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshmuon import ConfigError, DistMuon, Muon, Scheme, keller, polar_express
-from meshmuon.ortho.remez import Quintic
+from meshmuon import ConfigError, DistMuon, Muon, polar_express
 from tests.support.bounds import sum_error
 from tests.support.reference import (
-    KELLER,
     LR,
     Reference,
     Shape,
@@ -27,7 +24,6 @@ from tests.support.reference import (
     group,
     make_params,
     muon,
-    polar_factor,
     run,
     run_beside,
     set_gradients,
@@ -35,7 +31,6 @@ from tests.support.reference import (
 
 SHAPES: tuple[Shape, ...] = ((20, 20), (40, 12), (12, 40), (12, 40), (1, 7), (7, 1))
 STEEPEST = polar_express(steps=10)  # of the schemes here: as steep as the polar factor
-TRIPLES = [(3.9, -4.9, 1.9), (3.0, -3.2, 1.3), (1.9, -1.3, 0.4)]
 
 
 def compare(ours: dict[str, Any], plain: dict[str, Any], *, steps: int = 4, shapes: tuple[Shape, ...] = SHAPES) -> None:
@@ -45,58 +40,6 @@ def compare(ours: dict[str, Any], plain: dict[str, Any], *, steps: int = 4, shap
     optimizer = muon(params, **ours)
     run_beside(reference, optimizer, params, range(steps), **plain)
     assert_moved_within_rounding(params, reference.params, start, steps, STEEPEST)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"nesterov": False},
-        {"momentum": 0.0},
-        {"momentum": 0.5, "nesterov": False},
-        {"weight_decay": 0.0},
-        {"weight_decay": 2.0, "lr": 0.01},
-        {"maximize": True},
-        {"maximize": True, "nesterov": False, "weight_decay": 0.3},
-        {"lr": 0.0025},
-    ],
-    ids=str,
-)
-def test_numbers(options: dict[str, Any]) -> None:
-    compare(options, options)
-
-
-@pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral", lambda rows, cols: 0.3 * rows + cols])
-@pytest.mark.parametrize("form", ["standard", "gram"])
-def test_learning_rate_rules(rule: str | Callable[[int, int], float], form: str) -> None:
-    compare({"adjust_lr_fn": rule, "form": form}, {"adjust": rule})
-
-
-@pytest.mark.parametrize("ns_steps", range(1, 9))
-def test_number_of_steps(ns_steps: int) -> None:
-    compare({"ns_steps": ns_steps}, {"steps": [KELLER] * ns_steps}, steps=2)
-    options = {"scheme": "polar_express", "ns_steps": ns_steps}
-    compare(options, {"steps": polar_express(steps=ns_steps).steps}, steps=2)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "ns_steps", "steps"),
-    [
-        (TRIPLES, 3, TRIPLES),
-        (tuple(TRIPLES), 3, TRIPLES),
-        ([TRIPLES[0]], 4, [TRIPLES[0]] * 4),
-        (TRIPLES[0], 2, [TRIPLES[0]] * 2),
-        (Scheme("mine", tuple(Quintic(*triple) for triple in TRIPLES), "a test"), 3, TRIPLES),
-        (keller(2), 2, [KELLER] * 2),
-    ],
-    ids=["list", "tuple", "list of one", "bare triple", "Scheme", "keller"],
-)
-def test_schemes_as_data(scheme: Any, ns_steps: int, steps: Any) -> None:
-    compare({"scheme": scheme, "ns_steps": ns_steps}, {"steps": steps})
-
-
-def test_callable_scheme_does_the_whole_work() -> None:
-    compare({"scheme": polar_factor}, {"orthogonalise": polar_factor})
 
 
 def test_callable_scheme_sees_a_batch_of_one_shape() -> None:

@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import ConfigError, GradientError, MeshmuonError, Muon, StateError, UnsupportedError, keller
-from meshmuon.errors import KeptError
-from meshmuon.optim.collect import Collector
 from tests.support.reference import LR, gradients, group, make_params, muon, run, set_gradients
 from tests.support.tensors import assert_untouched, everything
 
@@ -227,22 +225,6 @@ def test_meshes_whose_ranks_descend(mesh: Any) -> None:
     param = nn.Parameter(distribute_tensor(torch.zeros(4, 6), turned, [Shard(0)], src_data_rank=None))
     with pytest.raises(UnsupportedError, match=r"layers\.0\.weight is on the mesh 2 \(ranks 1,0\).*do not ascend along axis 0"):
         Muon([group([param])])
-
-
-def test_momentum_that_lies_elsewhere(mesh: Any) -> None:
-    """A parameter that was sharded anew must not be stepped with momentum of its old shards."""
-    param = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, [Replicate()], src_data_rank=None))
-    optimizer = Muon([group([param])], replicas="repeat")  # nothing travels, so that no other rank is needed
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    again = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)], src_data_rank=None))
-    again.grad = torch.ones_like(again)
-    optimizer.param_groups[0]["params"][0] = again
-    optimizer.state[again] = optimizer.state.pop(param)
-    collector = Collector(None)
-    collector.inspect(optimizer.param_groups, KeptError())
-    with pytest.raises(StateError, match=r"float32 on cpu \[S\(0\)\] on 2, its momentum_buffer is .* on cpu \[R\] on 2\."):
-        collector.check(optimizer.param_groups, optimizer.state)
 
 
 def test_a_refused_group_is_not_added() -> None:

@@ -28,18 +28,6 @@ def test_none_grad_frees_the_gradients_of_matrices() -> None:
         assert [param.grad is None for param in params] == [none_grad, none_grad, False, False]
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, -1])
-def test_experts_cut_over_batches_use_their_gradient_before_it_is_freed(chunk_size: int) -> None:
-    """A stack of experts may be worked on in several batches, and each needs the gradient (Nesterov)."""
-    params = make_params((5, 6, 4))
-    twins = copies(params)
-    options: dict[str, Any] = {"lr": LR, "expert_keys": ["experts"], "chunk_size": chunk_size, "deterministic": True}
-    run(Muon([group(params, prefix="experts")], **options), params, range(2))
-    run(Muon([group(twins, prefix="experts")], none_grad=False, **{**options, "chunk_size": -1}), twins, range(2))
-    assert params[0].grad is None
-    assert_same_bits(params, twins)
-
-
 def test_freed_gradients_free_their_memory_within_the_step() -> None:
     """While a matrix is worked on, its gradient is gone and those of later batches are still there."""
     params = make_params((6, 8), (6, 8))
@@ -63,25 +51,6 @@ def test_step_under_no_grad_and_leaves_no_graph() -> None:
     assert all(param.is_leaf and param.grad_fn is None for param in params)
     assert not any(value.requires_grad for state in optimizer.state.values() for value in state.values())
     assert torch.is_grad_enabled()
-
-
-def test_add_param_group_mid_run() -> None:
-    """Groups added after some steps behave as if they had been there, with no gradient so far."""
-    params = make_params((6, 8), (8, 6), (6, 8), (5,))
-    twins = copies(params)
-    grown = Muon([group(params[:2])], lr=LR, deterministic=True)
-    run(grown, params[:2], range(2))
-    grown.add_param_group(group([params[2]], prefix="late", lr=0.002))
-    grown.add_param_group(group([params[3]], use_muon=False, prefix="norms"))
-    whole = Muon(
-        [group(twins[:2]), group([twins[2]], prefix="late", lr=0.002), group([twins[3]], use_muon=False, prefix="norms")],
-        lr=LR,
-        deterministic=True,
-    )
-    run(whole, twins[:2], range(2))
-    for optimizer, own in ((grown, params), (whole, twins)):
-        run(optimizer, own, range(2, 4))
-    assert_same_bits(params, twins)
 
 
 def test_add_param_group_fills_in_defaults_and_keeps_the_users_dict() -> None:

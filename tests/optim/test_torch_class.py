@@ -19,41 +19,22 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import ConfigError, Muon, StateError, TorchMuon
 from meshmuon.checkpoint import convert_torch_state
-from meshmuon.ortho import keller
 from tests.support.reference import (
-    FACTORS,
     KELLER,
     assert_moved_alike,
-    assert_moved_within_rounding,
     assert_same_bits,
     copies,
     gradients,
     make_params,
     set_gradients,
 )
-from tests.support.rounding import bf16_error
 from tests.support.tensors import local, seeded
 from tests.support.threads import run_threads
 
 SHAPES = ((24, 24), (48, 16), (16, 48), (1, 9), (33, 50))
+pytestmark = pytest.mark.usefixtures("precise_torch")
+
 EXACT = 1e-9  # of float64: five quintics with coefficients below 20 amplify rounding by less than 1e6
-
-
-@pytest.fixture(autouse=True)
-def precise_torch(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """torch.optim.Muon without its cast to bfloat16; all else is torch's own, and written out here."""
-
-    def in_own_dtype(grad: Tensor, ns_coefficients: Sequence[float], ns_steps: int, eps: float) -> Tensor:
-        a, b, c = ns_coefficients
-        x = grad.mT if grad.size(0) > grad.size(1) else grad
-        x = x / x.norm().clamp(min=eps)
-        for _ in range(ns_steps):
-            gram = x @ x.mT
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x.mT if grad.size(0) > grad.size(1) else x
-
-    if "as_shipped" not in request.node.name:
-        monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_own_dtype)
 
 
 def both(start: Sequence[Tensor], **options: Any) -> list[tuple[Any, list[nn.Parameter]]]:
@@ -101,25 +82,6 @@ def test_random_shapes_and_options_step_as_torch(
     for a, b, bound in zip(theirs, ours, bounds, strict=True):
         assert (a - b).norm().item() <= bound
         torch.testing.assert_close(runs[1][0].state[b]["momentum_buffer"], runs[0][0].state[a]["momentum_buffer"])
-
-
-def test_ten_steps_in_float32() -> None:
-    start = make_params(*SHAPES)
-    runs = both(start)
-    run(runs, range(10))
-    assert_moved_within_rounding(runs[1][1], runs[0][1], start, 10, keller())
-
-
-@pytest.mark.parametrize("rule", [None, "match_rms_adamw"])
-def test_torch_as_shipped_within_its_rounding(rule: str | None) -> None:
-    """torch computes in bfloat16; ``bf16_error`` predicts its error, as in test_torch_muon.py."""
-    start = make_params((32, 32), (64, 32), (24, 96))
-    runs = both(start, lr=0.01, weight_decay=0.0, adjust_lr_fn=rule)
-    run(runs, range(1))
-    for theirs, ours, begin, grad in zip(runs[0][1], runs[1][1], start, gradients(start, 0), strict=True):
-        lr = 0.01 * FACTORS[rule or "original"](*begin.shape)
-        assert (ours - theirs).norm().item() < 2 * lr * bf16_error(grad)
-        assert 2 * bf16_error(grad) < 0.05 * ((begin - ours).norm().item() / lr)
 
 
 def test_groups_and_changes_between_steps_are_read_as_torch_reads_them() -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshmuon import Muon, get_default_muon_param_groups
 from meshmuon.ortho import keller
-from tests.support.bounds import nudge
+from tests.support.bounds import nudge, orthogonalize_error
 from tests.support.reference import (
     FACTORS,
-    KELLER,
+    KELLER_5,
     LR,
     Shape,
     assert_moved_alike,
@@ -28,20 +27,8 @@ from tests.support.reference import (
     run,
     set_gradients,
 )
-from tests.support.rounding import bf16_error
 
-SMALL: tuple[Shape, ...] = ((24, 24), (48, 16), (16, 48), (16, 48), (1, 9), (9, 1), (33, 50))
 BLOCKED: tuple[Shape, ...] = ((400, 400), (512, 392), (392, 640))  # from 384 rows on, symmetric products go by panels
-
-
-@pytest.fixture
-def precise_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.optim.Muon without its cast to bfloat16."""
-
-    def in_own_dtype(grad: Tensor, ns_coefficients: Sequence[float], ns_steps: int, eps: float) -> Tensor:
-        return newton_schulz(grad, [ns_coefficients] * ns_steps)
-
-    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_own_dtype)
 
 
 def compare(shapes: tuple[Shape, ...], dtype: torch.dtype, steps: int = 10, form: str = "auto", **options: Any) -> None:
@@ -51,21 +38,6 @@ def compare(shapes: tuple[Shape, ...], dtype: torch.dtype, steps: int = 10, form
     run(muon(ours, form=form, **options), ours, range(steps))
     run(torch.optim.Muon(theirs, lr=LR, **options), theirs, range(steps))
     assert_moved_within_rounding(ours, theirs, start, steps, keller(options.get("ns_steps", 5)))
-
-
-@pytest.mark.usefixtures("precise_torch")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
-def test_ten_steps_equal_torch(rule: str, nesterov: bool, weight_decay: float, dtype: torch.dtype) -> None:
-    compare(SMALL, dtype, nesterov=nesterov, weight_decay=weight_decay, adjust_lr_fn=rule)
-
-
-@pytest.mark.usefixtures("precise_torch")
-@pytest.mark.parametrize(("momentum", "ns_steps"), [(0.0, 1), (0.5, 3), (0.9, 6)])
-def test_other_momentum_and_steps_equal_torch(momentum: float, ns_steps: int) -> None:
-    compare(SMALL, torch.float64, momentum=momentum, ns_steps=ns_steps)
 
 
 @pytest.mark.usefixtures("precise_torch")
@@ -113,10 +85,9 @@ def test_training_a_model_equals_torch_muon_and_adamw() -> None:
 def test_torch_as_shipped_within_its_rounding(rule: str, nesterov: bool) -> None:
     """torch computes in bfloat16, we in float32, so one step's updates differ by torch's rounding error.
 
-    ``bf16_error`` derives its expected Frobenius norm from the update's singular values. The gradients are fixed, so the momenta
-    agree and the parameters' difference is at most the sum of lr·factor·error over the steps. The largest of ten single
-    errors stays below twice the expected one, and a sum of ten independent ones far below ten times that. For these shapes that
-    is under 5 % of one update, small against what a wrong option does: dropping Nesterov changes an update by more than 20 %.
+    The gradients are fixed, so the momenta agree and the parameters' difference is at most the sum of lr·factor·error over the
+    steps. For these shapes that is under 15 % of one update, less than what a wrong option does: dropping Nesterov changes an
+    update by more than 20 %.
     """
     start = make_params((32, 32), (64, 32), (24, 96), (100, 60))
     ours, theirs = copies(start), copies(start)
@@ -133,16 +104,7 @@ def test_torch_as_shipped_within_its_rounding(rule: str, nesterov: bool) -> None
             buffer.mul_(0.95).add_(grad)
             update = grad + 0.95 * buffer if nesterov else buffer
             lr = LR * FACTORS[rule](*grad.shape)
-            bounds[k] += 2 * lr * bf16_error(update)
-            assert 2 * bf16_error(update) < 0.05 * newton_schulz(update, [KELLER] * 5).norm()
+            error = orthogonalize_error(update, keller(), form="standard", dtype=torch.bfloat16, frobenius=True)
+            bounds[k] += lr * error
+            assert error < 0.15 * newton_schulz(update, KELLER_5).norm()
             assert (ours[k] - theirs[k]).norm().item() < bounds[k], f"{tuple(grad.shape)} at step {step}"
-
-
-def test_the_rounding_model_predicts_what_torch_does() -> None:
-    """The tolerance above is neither a guess nor slack: the real error is within a factor of 1.5 of the prediction."""
-    from torch.optim._muon import _zeropower_via_newtonschulz as shipped
-
-    for update in make_params((32, 48), (64, 64), (128, 64)):
-        exact = newton_schulz(update.detach().double(), [KELLER] * 5)
-        error = (shipped(update.detach(), KELLER, 5, 1e-7).double() - exact).norm().item()
-        assert 1 / 1.5 < error / bf16_error(update.detach()) < 1.5

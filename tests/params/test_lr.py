@@ -10,28 +10,6 @@ from meshmuon.params.lr import lr_factor, update_rms
 from tests.support.bounds import orthogonalize_error
 
 
-@pytest.mark.parametrize(
-    ("rule", "rows", "cols", "factor"),
-    [
-        ("match_rms_adamw", 100, 25, 2.0),
-        ("match_rms_adamw", 25, 100, 2.0),
-        ("match_rms_adamw", 1, 1, 0.2),
-        ("original", 100, 25, 2.0),
-        ("original", 25, 100, 1.0),
-        ("original", 7, 7, 1.0),
-        ("spectral", 100, 25, 2.0),
-        ("spectral", 25, 100, 0.5),
-        ("spectral_unclamped", 25, 100, 0.5),
-    ],
-)
-def test_factors(rule: str, rows: int, cols: int, factor: float) -> None:
-    assert lr_factor(rule, rows, cols) == pytest.approx(factor, rel=1e-12)
-
-
-def test_a_callable_gets_rows_and_columns() -> None:
-    assert lr_factor(lambda rows, cols: 10 * rows + cols, 3, 4) == 34
-
-
 @pytest.mark.parametrize("rule", ["match_rms_adamw", "original", "spectral"])
 @pytest.mark.parametrize(("rows", "cols"), [(24, 24), (60, 20), (20, 60)])
 def test_predicted_rms_is_that_of_a_real_update(rule: str, rows: int, cols: int) -> None:

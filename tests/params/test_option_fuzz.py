@@ -393,26 +393,6 @@ def test_what_a_function_for_the_learning_rate_gives(factor: Any, message: str) 
     assert not optimizer.state
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        lambda name, shape: 1 / 0,
-        lambda name: 1,
-        lambda name, shape: "ab",
-        lambda name, shape: 0,
-        int,
-        0,
-        (1, 1),
-        (1.0, 2.0),
-        "ab",
-        True,
-    ],
-)
-def test_splits(split: Any) -> None:
-    with pytest.raises(ConfigError, match=r"split|parts"):
-        build(make_params(MATRIX, VECTOR), split=split)
-
-
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshmuon.plan import Batch, BatchItem, ItemRange, plan_batches
+from meshmuon.plan import Batch, BatchItem, plan_batches
 
 items = st.builds(
     BatchItem,
@@ -47,26 +46,6 @@ def test_every_matrix_is_in_one_batch_of_its_kind(model: list[BatchItem], budget
         assert max(sizes) <= largest
         assert len(sizes) == -(-sum(sizes) // largest)  # no more than needed
         assert max(sizes) - min(sizes) <= 1
-
-
-def test_an_example() -> None:
-    model = [
-        BatchItem(1, 4, 6, "a", 100),
-        BatchItem(5, 4, 6, "a", 100),
-        BatchItem(2, 6, 4, "a", 100),
-        BatchItem(1, 4, 6, "b", 100),
-    ]
-    assert plan_batches(model, budget=300) == (
-        Batch(4, 6, (ItemRange(0, 0, 1), ItemRange(1, 0, 2))),
-        Batch(4, 6, (ItemRange(1, 2, 5),)),
-        Batch(6, 4, (ItemRange(2, 0, 2),)),
-        Batch(4, 6, (ItemRange(3, 0, 1),)),
-    )
-
-
-@pytest.mark.parametrize("model", [[], [BatchItem(0, 3, 4, "a", 100)]])
-def test_nothing_to_do(model: list[BatchItem]) -> None:
-    assert plan_batches(model, budget=100) == ()
 
 
 def test_matrices_of_no_size() -> None:

@@ -140,33 +140,6 @@ def test_repeat_has_one_owner_per_replica(seed: int) -> None:
         assert len(owners) == sum(1 if sharded.whole else sharded.replicas for sharded in sharded_matrices)
 
 
-def test_replicated_and_repeated_sends_nothing() -> None:
-    replicated = entry(placements=(Replicated(),))
-    plan = make_plan([replicated], options_for(replicas="repeat"))
-    assert set(plan.bytes_sent.values()) == {0}
-    assert plan.wave_lanes == ()
-    assert set(plan.flops.values()) == {1000.0}  # but all compute
-    shared = make_plan([replicated], options_for(replicas="share"))
-    assert sorted(shared.bytes_sent.values()) == [0, 0, 0, 2 * 3 * 48]
-    assert sorted(shared.flops.values()) == [0.0, 0.0, 0.0, 1000.0]
-
-
-def test_hsdp() -> None:
-    """Two replicas of two shards. Shared: one gather inside a replica, results to all. Repeated: twice as much work."""
-    hsdp = entry(mesh=Mesh((2, 2), (0, 1, 2, 3)), placements=(Replicated(), Sharded(0)))
-    shared = make_plan([hsdp], options_for(replicas="share"))
-    (task,) = shared.tasks
-    other = {0: 1, 1: 0, 2: 3, 3: 2}[task.owner]  # its partner in the replica
-    assert {(send.source, send.target) for send in shared.gather_sends(0)} == {(other, task.owner)}
-    assert {send.target for send in shared.scatter_sends(0)} == {0, 1, 2, 3} - {task.owner}
-    assert sum(shared.bytes_sent.values()) == 2 * (24 + 24 * 3)
-    repeated = make_plan([hsdp], options_for(replicas="repeat"))
-    assert len(repeated.tasks) == 2
-    assert [sorted(one.sharded.holdings) for one in repeated.tasks] == [[0, 1], [2, 3]]
-    assert set(repeated.bytes_sent.values()) <= {0, 2 * 24}
-    assert sum(repeated.bytes_sent.values()) == 2 * 4 * 24
-
-
 @thorough
 @given(seeds)
 def test_waves_keep_to_the_chunk_size(seed: int) -> None:

@@ -414,11 +414,3 @@ def test_the_text_of_logits_tells_layers_heads_and_values_apart() -> None:
     assert logits_text(far[0]) == logits_text(far[1])
     layers = {0: torch.ones(4), 10: torch.ones(3), "vision.layers.0": torch.ones(4)}
     assert logits_text(layers) == logits_text(dict(reversed(layers.items())))
-
-
-def test_the_order_of_layers_does_not_matter() -> None:
-    tensors = {name: tensor for layer in (0, 2, 10) for name, tensor in pair(layer=layer).items()}
-    logits = {layer: torch.tensor([20.0, 5.0, 80.0, 11.0]) + layer for layer in (0, 2, 10)}
-    one, other = apply(CONFIG, tensors, logits), apply(CONFIG, tensors, dict(reversed(logits.items())))
-    for name in tensors:
-        same(one[name], other[name])

@@ -146,21 +146,6 @@ def test_random_layouts_equal_one_device(drawn: Any) -> None:
     run_clip(*drawn)
 
 
-FIXED = [
-    ("more ranks than rows", separate(1, 2, 1, 3), (7,), [(S0,), (S0,)]),
-    ("HSDP over TP, uneven", separate(4, 2, 3, 5), (2, 2, 2), [(R, STRIDED, S0), (R, STRIDED, S0)]),
-    ("columns and plain keys", separate(1, 4, 3, 5), (4,), [(S1,), None]),
-    ("fused, FSDP over TP", fused(2, 2, 3, 5), (2, 3), [(STRIDED, S0)]),
-    ("interleaved", interleaved(4, 2, 3, 5), (3,), [(S0,)]),
-    ("MLA, FSDP over TP", latent(4, 5), (2, 2), [(STRIDED, S0), (STRIDED, S0)]),
-]
-
-
-@pytest.mark.parametrize(("layer", "shape", "cuts"), [one[1:] for one in FIXED], ids=[one[0] for one in FIXED])
-def test_fixed_layouts_equal_one_device(layer: Attention, shape: tuple[int, ...], cuts: list[Any]) -> None:
-    run_clip(layer, shape, cuts)
-
-
 def test_logits_that_are_maxima_not_yet_taken() -> None:
     """A DTensor of partial maxima over data parallel ranks, cut by heads over tensor parallel ones."""
     layer = separate(2, 2, 3, 5)

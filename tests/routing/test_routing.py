@@ -115,12 +115,6 @@ def test_views_of_one_flat_buffer_are_not_tied() -> None:
     assert muon_names(model) == HIDDEN | {"last.weight"}
 
 
-def test_parameters_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model = Model()
-    assert muon_names(model) == HIDDEN | {"last.weight"}
-
-
 class HubModel(Model):
     """Says itself which module is its head, as Hugging Face's models do."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshmuon import Interleaved, Muon, StateError, keller
 from tests.support.reference import KELLER, LR, assert_same_bits, copies, group, make_params, muon, run, run_alike
-from tests.support.tensors import through_disk
+from tests.support.tensors import put, through_disk
 
 SHAPES = ((8, 12), (12, 8), (8, 12), (3, 6, 4), (5,), (7, 2))
 
@@ -153,21 +153,6 @@ def only(*keys: str) -> Any:
 
 
 WRONG_SHAPE = torch.zeros(3, 3)
-
-
-def put(*path: Any, value: Any = None) -> Any:
-    """Puts ``value`` at a place, or with None removes what is there."""
-
-    def edit(state_dict: dict[str, Any]) -> dict[str, Any]:
-        container: Any = state_dict
-        for key in path[:-1]:
-            container = container[key]
-        container[path[-1]] = value
-        if value is None:
-            del container[path[-1]]
-        return state_dict
-
-    return edit
 
 
 @pytest.mark.parametrize(

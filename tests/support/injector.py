@@ -105,10 +105,18 @@ def stall_at(rank: int, step: int, phase: str, folder: Path, ranks: int, seconds
     return replace(fail_at(rank, step, phase, stall, folder), others_do=wait_less)
 
 
-def kill_this_rank(folder: Path, others: int) -> None:
-    """The process dies as it does when memory runs out, once ``others`` ranks have arrived where they will wait for it."""
-    await_files(folder, "arrived*", others)
-    os.kill(os.getpid(), signal.SIGKILL)
+class Kill:
+    """The process dies as it does when memory runs out, once ``others`` ranks have arrived where they will wait for it.
+
+    An object that knows the folder of the test, since it is sent to the ranks.
+    """
+
+    def __init__(self, folder: Path, others: int = 3) -> None:
+        self.folder, self.others = folder, others
+
+    def __call__(self) -> None:
+        await_files(self.folder, "arrived*", self.others)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def await_files(folder: Path, pattern: str, count: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -17,6 +17,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
@@ -184,6 +185,18 @@ class JobRanks:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+def job_ranks(jobs: Callable[[], Mapping[str, Job]], names: Sequence[str]) -> Any:
+    """A fixture of a module: processes that work through these jobs, which end with the module's last test."""
+
+    @pytest.fixture(scope="module")
+    def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRanks]:
+        started = JobRanks(jobs, names, tmp_path_factory.mktemp("ranks"))
+        yield started
+        started.stop()
+
+    return ranks
 
 
 def _job_rank_main(

@@ -35,10 +35,10 @@ Shape = tuple[int, ...]
 Orthogonalise = Callable[[Tensor], Tensor]
 
 
-def newton_schulz(update: Tensor, steps: Sequence[Sequence[float]]) -> Tensor:
-    """The standard form on one matrix, in the dtype of ``update``."""
+def newton_schulz(update: Tensor, steps: Sequence[Sequence[float]], eps: float = 0.0) -> Tensor:
+    """The standard form on one matrix, in the dtype of ``update``, divided by its norm or by ``eps`` if that is larger."""
     x: Tensor = update.mT if update.size(0) > update.size(1) else update
-    x = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
+    x = x / x.norm().clamp(min=max(eps, torch.finfo(x.dtype).tiny))
     for a, b, c in steps:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

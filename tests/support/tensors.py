@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -93,3 +94,18 @@ def one_text(texts: Sequence[str]) -> str:
     """What all ranks have said."""
     assert len(set(texts)) == 1, texts
     return texts[0]
+
+
+def put(*path: Any, value: Any = None) -> Callable[[Any], Any]:
+    """Makes a copy of a state with ``value`` at a place, or with None without what is there."""
+
+    def edit(state: Any) -> Any:
+        container = state = copy.deepcopy(state)
+        for key in path[:-1]:
+            container = container[key]
+        container[path[-1]] = value
+        if value is None:
+            del container[path[-1]]
+        return state
+
+    return edit

@@ -20,7 +20,7 @@ from meshmuon.plan.machines import MACHINE_FILES
 from meshmuon.tools import simulate
 from meshmuon.tools.cli.main import main
 from tests.support.optional import need
-from tests.tools.cli.test_plan import MEASURED
+from tests.tools.predict.test_calibration import MEASURED
 
 _COMMANDS, _PARTS = 400, 8
 _LLAMA = {

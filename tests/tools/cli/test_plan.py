@@ -15,14 +15,15 @@ import torch
 from torch import nn
 
 from meshmuon import Muon, get_default_muon_param_groups
-from meshmuon.plan import LinkRate, Rate, cost_model_from
-from meshmuon.plan.calibration import Calibration, ElementwiseRates
+from meshmuon.plan import cost_model_from
+from meshmuon.plan.calibration import Calibration
 from meshmuon.plan.machines import MACHINE_FILES
 from meshmuon.tools.cli.main import main
 from meshmuon.tools.predict.trace import trace_plan
 from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.render import print_report, sections_of
 from tests.support.optional import need
+from tests.tools.predict.test_calibration import MEASURED
 
 MESH = "dp_replicate=2,dp_shard=8"
 
@@ -187,23 +188,6 @@ def test_help_and_mistakes_need_no_torch(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == (2 if "--mfu" in arguments else 0)
     assert done.stdout.endswith("without torch\n"), done.stderr
-
-
-MEASURED = Calibration(
-    device="cpu",
-    device_name="a CPU",
-    ranks=2,
-    ranks_per_node=2,
-    compute_dtype="float32",
-    products=(Rate("float32", 64, 1e9),),
-    orthogonalisation=(Rate("float32", 64, 1e9), Rate("float32", 512, 4e9)),
-    inside=LinkRate(1e9, 1e-4),
-    between=None,
-    exchange=LinkRate(5e8, 2e-4),
-    host_seconds_per_matrix=1e-5,
-    host_seconds_per_step=1e-3,
-    elementwise=ElementwiseRates(1e-9, 1e-9, 1e-9, 28e-9),
-)
 
 
 def test_the_plan_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

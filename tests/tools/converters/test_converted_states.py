@@ -15,6 +15,7 @@ from meshmuon import Muon, StateError
 from meshmuon.checkpoint import convert_torch_state
 from meshmuon.migrate import convert_dion_state, convert_keller_state, convert_motif_state, convert_nanochat_state
 from tests.support.reference import KELLER, assert_moved_alike, assert_same_bits, copies, make_params, newton_schulz, run
+from tests.support.tensors import put
 
 MATRICES, OTHERS = ((24, 24), (48, 16), (16, 48), (24, 24)), ((5,), (40, 30))
 NAMES = ["a.weight", "b.weight", "c.weight", "d.weight", "norm.bias", "table.weight"]
@@ -231,19 +232,7 @@ def test_options_of_dions_groups() -> None:
     assert {(type(group["lr"]), type(group["initial_lr"]), group["initial_lr"]) for group in converted} == {(float, float, 0.5)}
 
 
-def put(*path: Any, value: Any = None) -> Callable[[Any], Any]:
-    """Puts ``value`` at a place of a state, or with None removes what is there. ``norm.bias`` has key 0, ``a.weight`` key 2."""
-
-    def edit(state: Any) -> Any:
-        container = state = copy.deepcopy(state)
-        for key in path[:-1]:
-            container = container[key]
-        container[path[-1]] = value
-        if value is None:
-            del container[path[-1]]
-        return state
-
-    return edit
+# Edits of states, in which ``norm.bias`` has key 0 and ``a.weight`` key 2.
 
 
 def more_ranks(ranks: Any) -> Any:
