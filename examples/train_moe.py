@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,14 @@ from torch.nn import functional as F
 from demo import options
 from demo.data import TrainBatches
 from demo.model import GPT, ModelConfig, init_weights
+from demo.optimizers import wire_options
 from demo.processes import Runtime, joined, mean
-from demo.train import NonFiniteLossError
+from demo.train import SCHEDULES, NonFiniteLossError, lr_scale, validation_loss
 from meshmuon import Muon, get_default_muon_param_groups
 
 INTERRUPTED = 130
 TOP_K = 2
+VALID_WINDOWS = 64
 
 
 class Exchange(torch.autograd.Function):
@@ -179,17 +181,24 @@ def _shard_experts(module: Experts, mesh: DeviceMesh, dim: int) -> None:
     fully_shard(module, mesh=mesh["efsdp"], shard_placement_fn=lambda _: Shard(dim))
 
 
-def build_optimizer(model: nn.Module, lr: float) -> Muon:
+def build_optimizer(model: nn.Module, lr: float, wire: str | None) -> Muon:
     """Muon for every matrix, each expert's own included; AdamW for the rest."""
-    return Muon(get_default_muon_param_groups(model, expert_keys=("experts",)), lr=lr)
+    return Muon(get_default_muon_param_groups(model, expert_keys=("experts",)), lr=lr, **wire_options(wire))
 
 
 def train(
-    model: GPT, optimizer: Muon, batches: TrainBatches, steps: int, runtime: Runtime, report: Callable[[int, float], None]
+    model: GPT,
+    optimizer: Muon,
+    batches: TrainBatches,
+    lrs: Sequence[float],
+    runtime: Runtime,
+    report: Callable[[int, float], None],
 ) -> list[float]:
-    """The loss of every step, over the global batch; `report` hears of each."""
+    """The loss of every step, over the global batch, with one of `lrs` each; `report` hears of each."""
     losses: list[float] = []
-    for step in range(steps):
+    for step, lr in enumerate(lrs):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         tokens, targets = batches.batch(step, runtime.rank, runtime.world_size)
         loss = model.loss(tokens.to(runtime.device), targets.to(runtime.device))
         torch.autograd.backward(loss)
@@ -220,13 +229,24 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seq-len", type=whole(1), default=128, help="bytes per sequence")
     result.add_argument("--batch-size", type=whole(1), default=16, help="sequences per step, over all processes")
     result.add_argument("--steps", type=whole(1), default=60, help="steps to train")
-    result.add_argument("--lr", type=number(0), default=1e-2, help="learning rate, constant")
+    result.add_argument("--lr", type=number(0), default=1e-2, help="peak learning rate")
+    result.add_argument("--schedule", choices=SCHEDULES, default="constant", help="lr decay")
+    result.add_argument("--warmup-steps", type=whole(0), default=0, help="steps of lr warm-up")
+    options.add_wire_option(result)
     result.add_argument("--seed", type=whole(0), default=0, help="seed of the weights and the data order")
     result.add_argument("--data", type=Path, help="folder of .py files (default: Python's standard library)")
-    result.add_argument("--valid-fraction", type=number(0, 1), default=0.1, help="share of the files left out of training")
+    result.add_argument("--valid-fraction", type=number(0, 1), default=0.1, help="share of the files kept for validation")
     result.add_argument("--device", default="cpu", help="torch device")
     result.add_argument("--threads", type=whole(1), help="CPU threads per process (default: the cores divided over them)")
     return result
+
+
+class Trained(NamedTuple):
+    """What a run leaves: the loss of every step, the validation loss after the last one, and the optimizer."""
+
+    losses: list[float]
+    valid_loss: float
+    optimizer: Muon
 
 
 class Job:
@@ -239,14 +259,17 @@ class Job:
         )
         if self.runtime.world_size > 1:
             expert_shard_dim(self.config, args.experts, self.runtime.world_size, args.ep)
-        self.batches = TrainBatches(options.corpus(args).train, args.seq_len, args.batch_size, args.seed)
+        self.corpus = options.corpus(args)
+        self.batches = TrainBatches(self.corpus.train, args.seq_len, args.batch_size, args.seed)
 
-    def run(self, report: Callable[[int, float], None]) -> tuple[list[float], Muon]:
-        args = self.args
-        model = build_model(self.config, args.experts, args.seed).to(self.runtime.device)
-        shard(model, args.experts, self.runtime, args.ep)
-        optimizer = build_optimizer(model, args.lr)
-        return train(model, optimizer, self.batches, args.steps, self.runtime, report), optimizer
+    def run(self, report: Callable[[int, float], None]) -> Trained:
+        args, runtime = self.args, self.runtime
+        model = build_model(self.config, args.experts, args.seed).to(runtime.device)
+        shard(model, args.experts, runtime, args.ep)
+        optimizer = build_optimizer(model, args.lr, args.wire)
+        lrs = [args.lr * lr_scale(step, args.steps, args.warmup_steps, args.schedule) for step in range(args.steps)]
+        losses = train(model, optimizer, self.batches, lrs, runtime, report)
+        return Trained(losses, validation_loss(model, self.corpus.valid, args.batch_size, VALID_WINDOWS, runtime), optimizer)
 
 
 def follow(arguments: Sequence[str] | None) -> int:
@@ -281,8 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         with joined(job.runtime, follow, arguments):
-            losses, optimizer = job.run(report)
-            print(f"\n{optimizer.plan().describe()}\n\nloss {losses[0]:.4f} → {losses[-1]:.4f}")
+            losses, valid_loss, optimizer = job.run(report)
+            print(f"\n{optimizer.plan().describe()}\n\nloss {losses[0]:.4f} → {losses[-1]:.4f}, validation {valid_loss:.4f}")
     except KeyboardInterrupt:
         print("\nStopped by Ctrl-C.")
         return INTERRUPTED

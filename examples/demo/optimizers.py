@@ -57,8 +57,17 @@ CLIP_RUNS = ("unclipped", "clipped")
 TITLES = {name: contender.title for name, contender in CONTENDERS.items()}
 
 
-WIRES: dict[str, Any] = {"int8": torch.int8, "int8-scatter": (None, torch.int8)}
-"""What is sent as int8: all, or updates alone."""
+WIRES: Mapping[str, Any] = {
+    "bfloat16": torch.bfloat16,
+    "bfloat16-int8": (torch.bfloat16, torch.int8),
+    "int8": torch.int8,
+}
+"""Dtypes on the wire: one for both ways, or to the owners and back."""
+
+
+def wire_options(wire: str | None) -> dict[str, Any]:
+    """Muon's options for a wire of `WIRES`. One process sends nothing; its reference path rounds as if it did."""
+    return {} if wire is None else {"comm_dtype": WIRES[wire], "reference_path": not dist.is_initialized()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +131,8 @@ def _muon(contender: Contender, model: GPT, config: OptimizerConfig) -> Muon:
             rule=config.rule,
             cautious_weight_decay=config.cautious,
             rounding=config.rounding,
-            comm_dtype=None if config.wire is None else WIRES[config.wire],
-            reference_path=config.wire is not None and not dist.is_initialized(),  # which rounds in one process, too
             momentum_dtype=None if config.momentum_dtype is None else getattr(torch, config.momentum_dtype),
             clip_config=clip_config,
             metrics=EVERY,
+            **wire_options(config.wire),
         )

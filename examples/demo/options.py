@@ -197,8 +197,18 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rounding", choices=ROUNDINGS, default=ROUNDINGS[0], help="how meshmuon rounds --weights bfloat16 after a step"
     )
-    group.add_argument("--wire", choices=tuple(WIRES), help="what meshmuon sends as int8; one process rounds as if it sent")
+    add_wire_option(group)
     group.add_argument("--momentum-dtype", choices=MOMENTUM_DTYPES, help="of meshmuon's momentum (default: that of the weights)")
+
+
+def add_wire_option(group: argparse._ActionsContainer) -> None:
+    """In which dtypes matrices travel."""
+    group.add_argument(
+        "--wire",
+        choices=tuple(WIRES),
+        help="dtype in which meshmuon sends matrices, or two: to their owners and back (default: meshmuon's own); one process "
+        "rounds as if it sent",
+    )
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:

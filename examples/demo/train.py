@@ -107,14 +107,14 @@ class RunResult:
         return self.tokens_per_step * self.steps_done / self.seconds if self.step_seconds else 0.0
 
 
-def lr_scale(step: int, config: TrainConfig) -> float:
+def lr_scale(step: int, steps: int, warmup_steps: int, schedule: str) -> float:
     """Factor on the lr at `step` (from 0): linear warm-up, then a decay that ends at zero after the last step."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    if config.schedule == "linear":
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    if schedule == "linear":
         return 1.0 - done
-    if config.schedule == "cosine":
+    if schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))
     return 1.0
 
@@ -189,7 +189,7 @@ class Run:
 
     def _step(self, step: int) -> None:
         parts = self._parts(step)
-        scale = lr_scale(step, self.config)
+        scale = lr_scale(step, self.config.steps, self.config.warmup_steps, self.config.schedule)
         for group, peak in zip(self.optimizer.param_groups, self.peak_lrs, strict=True):
             group["lr"] = peak * scale
         start = self._now()
@@ -237,19 +237,9 @@ class Run:
             self.optimizer.step()
         self.result.largest_logit.append(largest)
 
-    @torch.no_grad()
     def _evaluate(self, progress: Progress) -> None:
-        """Process r of w takes batches r, r + w, …; FSDP needs equally many passes of all, so some repeat the last batch."""
-        windows, total = self.config.eval_windows, 0.0
-        rank, world = self.runtime.rank, self.runtime.world_size
-        batches = list(valid_batches(self.corpus.valid, self.model.config.seq_len, self.config.batch_size, windows))
-        for first in range(0, len(batches), world):
-            index = first + rank
-            tokens, targets = self._on_device(batches[min(index, len(batches) - 1)])
-            loss = self.model.loss(tokens, targets).item()
-            total += loss * len(tokens) if index < len(batches) else 0.0
-        total = world * mean([total], self.runtime)[0]
-        loss = self._finite(total / windows, f"validation loss after step {self.result.steps_done}")
+        loss = validation_loss(self.model, self.corpus.valid, self.config.batch_size, self.config.eval_windows, self.runtime)
+        loss = self._finite(loss, f"validation loss after step {self.result.steps_done}")
         point = EvalPoint(self.result.steps_done, self.result.seconds, loss)
         self.result.evals.append(point)
         progress.evaluated(point.step, loss)
@@ -271,6 +261,22 @@ class Run:
             # Kernels run behind the host: without this the clock would read launch times.
             torch.cuda.synchronize(self.runtime.device)
         return time.perf_counter()
+
+
+@torch.no_grad()
+def validation_loss(model: GPT, text: Tensor, batch_size: int, windows: int, runtime: Runtime) -> float:
+    """The mean loss over evenly spread windows of the text, the same on all processes.
+
+    Process r of w takes batches r, r + w, …; FSDP needs equally many passes of all, so some repeat the last batch.
+    """
+    rank, world, device, total = runtime.rank, runtime.world_size, runtime.device, 0.0
+    batches = list(valid_batches(text, model.config.seq_len, batch_size, windows))
+    for first in range(0, len(batches), world):
+        index = first + rank
+        tokens, targets = batches[min(index, len(batches) - 1)]
+        loss = model.loss(tokens.to(device), targets.to(device)).item()
+        total += loss * len(tokens) if index < len(batches) else 0.0
+    return world * mean([total], runtime)[0] / windows
 
 
 def warm_up(model_config: ModelConfig, config: TrainConfig, corpus: Corpus, runtime: Runtime) -> None:

@@ -1,7 +1,8 @@
 """The reference path: every rank gathers whole matrices, orthogonalises all of them and keeps its own shard.
 
 A step is planned and checked like any other. The tensors, however, are gathered and sharded by torch alone, without the layouts
-and exchanges of the executor that this path verifies.
+and exchanges of the executor that this path verifies. It rounds every matrix as the wire does, also one that does not travel: it
+has the bits of any layout that sends, on one device too.
 """
 
 from __future__ import annotations
@@ -91,13 +92,11 @@ class ReferenceExecutor(StepExecutor):
             batch.stacked.copy_(_window(full, matrix_set).reshape(batch.stacked.shape))
             for of_batch, numbers in zip(batch.rule_state, memories, strict=True):
                 of_batch.copy_(_window(numbers, matrix_set, rule_state=True).reshape(of_batch.shape))
-            if first.comm_dtype.gather == torch.int8:
-                round_to_int8(batch.stacked)
+            _round(batch.stacked, first.comm_dtype.gather)
         if any(batch.stacked.numel() and not batch.orthogonalise(step) for _, batch in batches):
             raise step.failures.pop()
         for matrix_set, batch in batches:
-            if first.comm_dtype.scatter == torch.int8:
-                round_to_int8(batch.stacked)
+            _round(batch.stacked, first.comm_dtype.scatter)
             part = _window(full, matrix_set)
             part.copy_(batch.stacked.reshape(part.shape))
             for of_batch, numbers in zip(batch.rule_state, memories, strict=True):
@@ -109,7 +108,7 @@ class ReferenceExecutor(StepExecutor):
             self._apply(step.params[k], full, observer)
         changed = momentum != before if isinstance(settings.retain, Tensor) else None
         if self.settings.guarded:  # a matrix whose update is not finite is NaN throughout, and keeps weights and momentum
-            keeps = own_shard(full, first.param).isnan()
+            keeps = ~own_shard(full, first.param).isfinite()  # in float16, what comes back may be infinite
             momentum, changed = torch.where(keeps, before, momentum), ~keeps if changed is None else changed & ~keeps
         if first.blocks is None:
             local_part(first.momentum).copy_(momentum)
@@ -128,18 +127,32 @@ class ReferenceExecutor(StepExecutor):
         _window(in_part, matrix_set).fill_(True)
         with observer.phase("scatter"):
             rate = settings.rate * settings.adjust(*matrix_set.lr_shape)
-            decay, cautious = settings.decay, settings.cautious
+            decay, cautious, dtype = settings.decay, settings.cautious, _dtype_received(step_param)
             if step_param.scales:
-                full, decay, rate, cautious = _scaled(step_param, full), 1.0, 1.0, False
+                full, decay, rate, cautious, dtype = _scaled(step_param, full), 1.0, 1.0, False, step_param.update_dtype
             shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
         with observer.phase("update"):
             local = local_part(step_param.param)
             stepped = local.clone()
             counters = None if step_param.counter is None else [(step_param.counter, _elements(step_param))]
             # A copy, since ``apply`` overwrites updates and the shard may be a view of parts that are still to come.
-            apply([stepped], [shard.clone()], decay, rate, cautious=cautious, counters=counters)
-            written = shard_in_part & ~shard.isnan() if self.settings.guarded else shard_in_part
+            apply([stepped], [shard.to(dtype, copy=True)], decay, rate, cautious=cautious, counters=counters)
+            written = shard_in_part & shard.isfinite() if self.settings.guarded else shard_in_part
             local.copy_(torch.where(written, stepped, local))
+
+
+def _round(stacked: Tensor, dtype: torch.dtype) -> None:
+    """Replaces matrices by what arrives of them if they are sent in ``dtype``."""
+    if dtype == torch.int8:
+        round_to_int8(stacked)
+    elif dtype != stacked.dtype:
+        stacked.copy_(stacked.to(dtype))
+
+
+def _dtype_received(step_param: StepParam) -> torch.dtype:
+    """The dtype of the updates that holders apply: that on the wire, unless they restore numbers from int8."""
+    scatter = step_param.comm_dtype.scatter
+    return step_param.update_dtype if scatter == torch.int8 else scatter
 
 
 def _scaled(step_param: StepParam, full: Tensor) -> Tensor:
