@@ -6,7 +6,6 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
@@ -347,7 +346,6 @@ class Muon(PreparedStep):
         if "_executor" not in self.__dict__:  # a copy, not an optimizer that loads a state
             self._replica_group = None  # process groups cannot be copied
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
-            self._settings = replace(self._settings, guarded=self._nonfinite.guards)  # older pickles lack it
             self._offload = Offload(on=state["_offloaded"])
             self._activity = ActivityCheck(state["_allow_inactive"])
             self._activity.active = state["_was_active"]

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -76,11 +76,11 @@ class Calibration:
     exchange: LinkRate | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step; predictions for CPUs use it
     host_seconds_per_step: float  # what a step takes beside its matrices or, on a GPU, launches, and beside its exchanges
-    elementwise: ElementwiseRates | None = None  # None in files that were written before it was measured
+    elementwise: ElementwiseRates
     exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU, else None
     copies: LinkRate | None = None  # between the memory of a device and pinned memory of its host; None on CPU
     seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
-    host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU and in older files
+    host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU
     alone: tuple[Rate, ...] = ()  # as ``orthogonalisation``, of a single matrix; empty if that is as fast as a batch
     slower_beside_exchange: float = 0.0  # what products take longer while the links are busy, as a share
 
@@ -123,16 +123,11 @@ class Calibration:
         return 1.0 if self.exchange_cpu_share is None else min(1.0, self.exchange_cpu_share)
 
     def seconds_per_element(self, kind: str) -> float:
-        """Of a kind of elementwise work, by its name in ``ElementwiseRates``; 0 if it was not measured."""
-        return 0.0 if self.elementwise is None else float(getattr(self.elementwise, kind))
-
-    def completed(self, exchange: LinkRate, seconds_per_peer: float, elementwise: ElementwiseRates) -> Calibration:
-        """With these figures in the place of what was not measured: links on one rank, elementwise work in older files."""
-        completed = replace(self, elementwise=self.elementwise or elementwise)
-        return completed if self.exchange else replace(completed, exchange=exchange, seconds_per_peer=seconds_per_peer)
+        """Of a kind of elementwise work, by its name in ``ElementwiseRates``."""
+        return float(getattr(self.elementwise, kind))
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file. What the first files did not have is there if it is not empty."""
+        """The content of the file, without what is described rather than measured where there is none of it."""
         described = ("seconds_per_peer", "alone", "slower_beside_exchange")
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return {name: value for name, value in content.items() if value or name not in described}
@@ -235,7 +230,7 @@ def _read_field(kind: str, value: Any, name: str) -> Any:
         rows = _checked(value, name, "a list of rates", is_list)
         return tuple(_read(Rate, row, f"{name}[{k}].") for k, row in enumerate(rows))
     cls, what = _INNER[kind]
-    return _read(cls, _checked(value, name, f"{what} or null", isinstance(value, Mapping)), f"{name}.")
+    return _read(cls, _checked(value, name, what + (" or null" if optional else ""), isinstance(value, Mapping)), f"{name}.")
 
 
 def _checked(value: Any, name: str, expected: str, fits: bool) -> Any:
