@@ -18,7 +18,7 @@ from ..device import known_to_host
 from ..errors import StateError
 from ..execute import RULE_STATE
 from ..matrices import without_wrappers
-from ..params.checks import check_dtype, check_momentum_dtype, shown
+from ..params.checks import shown
 from ..params.dtensors import as_dtensor, layout_text, shard_place, shares_addresses
 from ..params.groups import are_placeholders, check_group
 from ..params.option_table import ParamGroup, group_options
@@ -38,7 +38,7 @@ from .param_state import (
     shapes_of,
 )
 
-_DTYPES = tuple(option.name for option in group_options() if option.check in (check_dtype, check_momentum_dtype))
+_DTYPES = ("compute_dtype", "momentum_dtype")  # which are stored by name
 # Options that decide what a parameter's matrices are, and the rule. Loading other values than the optimizer has warns.
 _WHICH_MATRICES = tuple(option.name for option in group_options() if option.defines_matrices)
 _LISTED = 4  # names of a kind that an error lists
