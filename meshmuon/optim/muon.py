@@ -365,7 +365,7 @@ class Muon(PreparedStep):
         self._collector = Collector(self._comm_dtype, in_own_dtype=averages)
         self._step_params = StepParams(means=self._keeps_means)
         self._overwritten = Overwritten()
-        self._meter = Meter(self._metrics, by_owners=not self._reference)
+        self._meter = Meter(self._metrics, by_owners=not self._reference, clip_threshold=self._qk_clip.threshold)
 
     def _warn_of_routes(self, first: int) -> None:
         """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for all."""

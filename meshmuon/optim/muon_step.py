@@ -34,7 +34,7 @@ from ..agree.step_decision import Activity, RankStatus, StepDecision
 from ..device import gpu_bits, known_to_host
 from ..errors import KeptError, KernelError, KernelWarning, MeshmuonError, OrthogonalizeError, StateError
 from ..execute import UNOBSERVED, ExecutorSettings, StepExecutor, StepParam, advance_counters
-from ..metrics.meter import Clipped, Meter
+from ..metrics.meter import Meter
 from ..metrics.recorder import StepRecorder
 from ..params.checks import adamw_betas, adamw_eps
 from ..params.dtensors import as_dtensor
@@ -270,8 +270,7 @@ class MuonStep(torch.optim.Optimizer):
             logits = None if failed_everywhere else self._qk_clip.apply(records, step.qk_logits, step.skip_mask)
             if step.recorder is not None:  # also after a failure: the other ranks wait for this rank's numbers
                 skips: dict[str, Any] = {"skipped": self._nonfinite.skipped, "skip_mask": step.skip_mask}
-                clips = Clipped(logits or {}, self._qk_clip.threshold)
-                failure.keep(self._meter.finish(step.recorder, decision, self._groups, clipped=clips, **skips))
+                failure.keep(self._meter.finish(step.recorder, decision, self._groups, logits=logits or {}, **skips))
             already_reported = isinstance(failure.error, OrthogonalizeError) and failure.error.known_to_all
             if failure.error is not None and not alone and not already_reported:
                 self._failures.completed_with(failure.error, diverged=step.would_diverge)
