@@ -21,8 +21,8 @@ from ranks import Runner, make, rates_for
 from wire import Wire
 
 from meshmuon import Muon
-from meshmuon.plan.counts import buffer_bytes, bytes_sent
 from meshmuon.tools.predict.prediction import predict
+from tests.support.counting import buffer_bytes, bytes_sent
 
 SCHEME = "meshmuon, auto"
 EXCHANGE_BUFFERS = ("shards", "gathered", "results", "sent", "received", "averages")

@@ -41,15 +41,15 @@ class Wire:
         self.waited, self.agreements = 0.0, 0
         self.exchanges: list[tuple[Tensor, Tensor, list[int], list[int], Any]] = []
         self._exchange: Callable[..., Any] = dist.all_to_all_single
-        self._vote: Callable[[Agreement, Vote], None] = Agreement.start
+        self._vote: Callable[[Agreement, Vote], Vote] = Agreement.decide
         dist.all_to_all_single = self._counted_exchange  # type: ignore[assignment]
         wire = self
 
-        def counted_vote(agreement: Agreement, vote: Vote) -> None:
+        def counted_vote(agreement: Agreement, vote: Vote) -> Vote:
             wire.agreements += 1
-            wire._vote(agreement, vote)
+            return wire._vote(agreement, vote)
 
-        Agreement.start = counted_vote  # type: ignore[assignment, method-assign]
+        Agreement.decide = counted_vote  # type: ignore[assignment, method-assign]
 
     def reset(self) -> None:
         """Starts counting anew."""

@@ -124,6 +124,24 @@ def test_imports_point_down(path: Path) -> None:
     assert not upward, f"{path.relative_to(PACKAGE)} imports from above: {upward}"
 
 
+ROOT = PACKAGE.parent
+FRONT_DOORS = [PACKAGE / room / "__init__.py" for room in ("layout", "models", "ortho", "plan", "transport")]
+
+
+def taken_from(room: str) -> set[str]:
+    """The names that some file imports from a room itself, rather than from one of its modules."""
+    paths = [*MODULES, *(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))]
+    imports = re.compile(rf"from (?:\.+|meshmuon\.){room} import (\([^)]*\)|.*)")
+    return {name for path in paths for names in imports.findall(path.read_text()) for name in re.findall(r"\w+", names)}
+
+
+@pytest.mark.parametrize("path", FRONT_DOORS, ids=room_of)
+def test_a_room_offers_what_somebody_takes(path: Path) -> None:
+    """Its imports are the only list of what it offers, so that ruff finds no unused ones there."""
+    imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name for node in imports for alias in node.names} <= taken_from(room_of(path))
+
+
 ENGINE = ("execute", "transport", "plan", "layout")
 
 

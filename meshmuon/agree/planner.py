@@ -6,8 +6,7 @@ are about to do the same. If they are not, they exchange notes and either plan t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -50,22 +49,18 @@ class Planner:
 
     1. ``begin()``, once per step, before the closure runs. It counts the call, unless nothing will be stepped (``prepare()`` of
        the optimizer, which then calls the others as a step does), and does not communicate.
-    2. ``propose(status)``, once per step, before anything is written. A rank that cannot step has its error in ``status`` and
+    2. ``agree(status)``, once per step, before anything is written. A rank that cannot step has its error in ``status`` and
        still takes part. It plans, at the first step and whenever the records have changed, a parameter has its first gradient,
        or a considerable part of the plan has had none for long (``PlannedSet``); ranks that meet for the first time create their
-       process groups. At every step it sends this rank's vote, seven integers in host memory.
-
-       It returns the decision that will hold unless some rank has another plan or something unusual to report; None if this
-       rank has. While the votes travel, a rank may prepare for it, and call ``advance()``. It must neither write nor
-       communicate before ``settle`` has returned.
-    3. ``settle(status)``, once per step. It counts the votes. If they differ, the ranks first tell each other on which nodes they
-       are, and vote again if some did not know that of all ranks. If the votes still differ, they gather their views and settle
-       on one plan for all that any of them has planned. It returns the same ``StepDecision`` on all ranks, except for what
-       belongs to a rank (``rank``, ``zeros``, parameters that only it knows), or raises the same error on all of them.
-    4. ``confirm(failure, verdicts)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything
+       process groups. At every step the ranks vote, with seven integers in host memory. If the votes differ, the ranks first
+       tell each other on which nodes they are, and vote again if some did not know that of all ranks. If the votes still
+       differ, they gather their views and settle on one plan for all that any of them has planned. It returns the same
+       ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``, ``zeros``, parameters that only it knows), or
+       raises the same error on all of them. If this rank leaves with an error of its own (Ctrl-C), the others do not wait.
+    3. ``confirm(failure, verdicts)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything
        travels. One more vote. If a rank could not create its buffers, all ranks raise its error. If a rank would rather compute
        something in another way, the ranks exchange their ``verdicts``.
-    5. ``end()``, once per step, also if it fails. It does not wait for other ranks.
+    4. ``end()``, once per step, also if it fails. It does not wait for other ranks.
 
     Between steps come ``forget_steps()``, on ranks that have loaded a state, and ``check_connected()``, before any other
     communication of the optimizer. Neither communicates.
@@ -119,38 +114,18 @@ class Planner:
         self._counts = int(counts)
         self._pairing = self._pairing._replace(steps=self._pairing.steps + self._counts)
 
-    def propose(self, status: RankStatus) -> StepDecision | None:
-        """Plans, and begins to decide with all ranks what this step does. Returns what is expected."""
-        if self._agreement is not None:
-            self.check_connected()
-        if self._local is None or status.records != self._local.records:
-            self._local = None
-            self._topology = self._connect(status.records)
-        else:
-            self._local.records = status.records  # equal ones, perhaps of other tensors
-        self._propose_alone(status, status.failure)
-        if self._agreement is not None:
-            self._home.check_process()
-            self._agreement.begin_turn()
-        vote = self._vote(status, status.failure)
-        if self._agreement is not None:
-            self._agreement.start(vote)
-        return self._decision if not status.failure and _ordinary(vote) else None
-
-    def advance(self) -> None:
-        """Passes on what has arrived of the votes, without waiting."""
-        if self._agreement is not None:
-            self._agreement.advance()
-
-    def settle(self, status: RankStatus) -> StepDecision:
-        """What all ranks have decided; raises on all of them if they cannot agree."""
-        if self._agreement is None:
-            status.failure.raise_it()
-            counted = self._vote(status, status.failure)
-        else:
-            counted = self._count_votes(self._agreement, status)
-        if _ordinary(counted):
-            self._local_planner.count_step()
+    def agree(self, status: RankStatus) -> StepDecision:
+        """Plans, and decides with all ranks what this step does; raises on all of them if they cannot agree."""
+        try:
+            counted = self._counted_votes(status)
+        except MeshmuonError:
+            raise
+        except BaseException:
+            if self._exchange is not None:
+                self._exchange.abandon()
+            raise
+        if not counted.prepares and not counted.nonfinite and counted.has_work and counted.activity == Activity.ACTIVE:
+            self._local_planner.count_step()  # which only runs the plan that it has
             return self._decision
         return replace(
             self._decision,
@@ -179,18 +154,6 @@ class Planner:
         self._local_planner.count_step()
         votes = {(subject, is_for) for verdicts in verdicts_by_rank for subject, is_for in verdicts.items()}
         return frozenset(subject for subject, is_for in votes if is_for and (subject, False) not in votes)
-
-    @contextmanager
-    def telling_others(self) -> Iterator[None]:
-        """Around ``propose`` and ``settle``: if this rank leaves with an error of its own (Ctrl-C), the others do not wait."""
-        try:
-            yield
-        except MeshmuonError:
-            raise
-        except BaseException:
-            if self._exchange is not None:
-                self._exchange.abandon()
-            raise
 
     def end(self) -> None:
         """The step is over, also one that has failed: other threads may step over the process group."""
@@ -277,9 +240,23 @@ class Planner:
 
     # What the ranks do together.
 
-    def _count_votes(self, agreement: Agreement, status: RankStatus) -> Vote:
+    def _counted_votes(self, status: RankStatus) -> Vote:
         """Compares with all ranks what each is about to do, and looks for the reason where they differ."""
-        counted = agreement.count()
+        if self._agreement is not None:
+            self.check_connected()
+        if self._local is None or status.records != self._local.records:
+            self._local = None
+            self._topology = self._connect(status.records)
+        else:
+            self._local.records = status.records  # equal ones, perhaps of other tensors
+        self._propose_alone(status, status.failure)
+        agreement = self._agreement
+        if agreement is None:
+            status.failure.raise_it()
+            return self._vote(status, status.failure)
+        self._home.check_process()
+        agreement.begin_turn()
+        counted = agreement.decide(self._vote(status, status.failure))
         if not counted.unanimous or status.failure:
             # The error of one rank is raised by all, so that nothing else has to be compared.
             notes = _raise_anyones(status.failure, agreement, self._node_view)
@@ -354,8 +331,3 @@ def _raise_anyones(failure: KeptError, agreement: Agreement, node_view: NodeView
     notes = agreement.all_gather_objects(Note(failure.text, node_view=node_view))
     raise_failures(notes, failure.take())
     return notes
-
-
-def _ordinary(vote: Vote) -> bool:
-    """Whether a step only runs the plan that it has."""
-    return not vote.prepares and not vote.nonfinite and vote.has_work and vote.activity == Activity.ACTIVE

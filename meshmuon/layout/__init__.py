@@ -2,19 +2,3 @@
 
 from .layout import Layout, Mesh, Placement, Ranges, Replicated, Sharded, coordinates, flat_index, length, local_indices
 from .sharded_matrix import Piece, ShardedMatrix, shard_matrices
-
-__all__ = [
-    "Layout",
-    "Mesh",
-    "Piece",
-    "Placement",
-    "Ranges",
-    "Replicated",
-    "Sharded",
-    "ShardedMatrix",
-    "coordinates",
-    "flat_index",
-    "length",
-    "local_indices",
-    "shard_matrices",
-]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,25 +22,18 @@ from .report import Measurement, report
 from .spectra import squares
 
 
-@dataclass(frozen=True, slots=True)
-class Clipped:
-    """What QK-clip was given in a step."""
-
-    logits: Mapping[Any, Tensor]  # layer → the largest logit of each head; empty without QK-clip
-    threshold: float
-
-
 class Meter:
     """Measures every k-th step of an optimizer; one without ``options`` measures nothing.
 
     At every step the optimizer calls ``begin_step``. It calls ``prepare`` when the plan is new and, if ``is_due``, ``begin``
     before the executor runs and ``finish`` after it. All ranks measure the same steps.
 
-    With ``by_owners`` the owners of matrices see them whole; without, all ranks of their meshes do.
+    With ``by_owners`` the owners of matrices see them whole; without, all ranks of their meshes do. ``clip_threshold`` is that of
+    QK-clip.
     """
 
-    def __init__(self, options: Metrics | None, *, by_owners: bool = True) -> None:
-        self.options = options
+    def __init__(self, options: Metrics | None, *, by_owners: bool, clip_threshold: float) -> None:
+        self.options, self._clip_threshold = options, clip_threshold
         self._by_owners = by_owners
         self._numbers: Numbers | None = None
         self._steps = 0
@@ -130,9 +122,12 @@ class Meter:
         *,
         skipped: int | Tensor,
         skip_mask: Tensor | None,
-        clipped: Clipped,
+        logits: Mapping[Any, Tensor],
     ) -> Exception | None:
-        """Reduces the numbers over the ranks and sends them to the host, which need not wait. Returns this rank's first error."""
+        """Reduces the numbers over the ranks and sends them to the host, which need not wait. Returns this rank's first error.
+
+        ``logits`` has, by layer, the largest logit of each head; it is empty without QK-clip.
+        """
         numbers = self._numbers
         assert numbers is not None
         scalars: dict[str, Any] = {"skipped steps": skipped, "skipped": 0.0 if skip_mask is None else skip_mask}
@@ -146,13 +141,13 @@ class Meter:
             with recorder.failure:
                 numbers.finish_vectors()
                 told = {"table": numbers.table, "seconds": numbers.seconds, **on_device}
-                told |= {f"logits {layer}": copy_to(value, numbers.packed.device) for layer, value in clipped.logits.items()}
+                told |= {f"logits {layer}": copy_to(value, numbers.packed.device) for layer, value in logits.items()}
                 in_host_memory, stored = self._send(told)
                 measurement = Measurement(
                     step=self._steps,
                     numbers=numbers,
                     told={**known, **in_host_memory},
-                    threshold=clipped.threshold,
+                    threshold=self._clip_threshold,
                     idle=frozenset(decision.idle),
                     half_iterations=0 if numbers.vectors is None else numbers.vectors.half_iterations,
                     groups=tuple(groups),

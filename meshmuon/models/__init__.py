@@ -9,16 +9,3 @@ from .contents import LOOKS_FUSED, LORA_FACTOR, UNKNOWN_STACK, ModelContents, Pa
 from .fused import looks_fused_name
 from .names import is_table_name, name_parts
 from .not_matrices import FILTER
-
-__all__ = [
-    "FILTER",
-    "LOOKS_FUSED",
-    "LORA_FACTOR",
-    "UNKNOWN_STACK",
-    "ModelContents",
-    "ParamContents",
-    "is_table_name",
-    "looks_fused_name",
-    "model_from_names",
-    "name_parts",
-]

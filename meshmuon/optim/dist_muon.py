@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..agree.differences import Note, raise_failures
-from ..agree.step_decision import StepDecision
 from ..errors import ConfigError, KeptError, StateError, UnsupportedError
 from ..execute import RULE_STATE, StepParam, window_of
 from ..matrices import MatrixSet
@@ -189,9 +188,6 @@ class DistMuon(Muon):
         owned = {task.param for task in decision.plan.tasks if task.owner == decision.rank}
         self._divide_state(step, owned)
         return super()._params_of(step, owned.__contains__)
-
-    def _ready_params(self, expected: StepDecision, meanwhile: Callable[[], None]) -> list[StepParam] | None:
-        return super()._ready_params(expected, meanwhile) if self.replica_group is None else None
 
     def _divide_state(self, step: StepContext, owned: set[PartIndex]) -> None:
         """Deletes the state of stepped parameters without a matrix that this rank owns, and notes which states only it keeps.

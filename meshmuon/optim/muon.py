@@ -6,7 +6,6 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
@@ -347,7 +346,6 @@ class Muon(PreparedStep):
         if "_executor" not in self.__dict__:  # a copy, not an optimizer that loads a state
             self._replica_group = None  # process groups cannot be copied
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
-            self._settings = replace(self._settings, guarded=self._nonfinite.guards)  # older pickles lack it
             self._offload = Offload(on=state["_offloaded"])
             self._activity = ActivityCheck(state["_allow_inactive"])
             self._activity.active = state["_was_active"]
@@ -367,7 +365,7 @@ class Muon(PreparedStep):
         self._collector = Collector(self._comm_dtype, in_own_dtype=averages)
         self._step_params = StepParams(means=self._keeps_means)
         self._overwritten = Overwritten()
-        self._meter = Meter(self._metrics, by_owners=not self._reference)
+        self._meter = Meter(self._metrics, by_owners=not self._reference, clip_threshold=self._qk_clip.threshold)
 
     def _warn_of_routes(self, first: int) -> None:
         """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for all."""

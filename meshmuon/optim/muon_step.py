@@ -34,7 +34,7 @@ from ..agree.step_decision import Activity, RankStatus, StepDecision
 from ..device import gpu_bits, known_to_host
 from ..errors import KeptError, KernelError, KernelWarning, MeshmuonError, OrthogonalizeError, StateError
 from ..execute import UNOBSERVED, ExecutorSettings, StepExecutor, StepParam, advance_counters
-from ..metrics.meter import Clipped, Meter
+from ..metrics.meter import Meter
 from ..metrics.recorder import StepRecorder
 from ..params.checks import adamw_betas, adamw_eps
 from ..params.dtensors import as_dtensor
@@ -68,7 +68,6 @@ class StepContext:
     nonfinite: bool = False  # the host has found a gradient on this rank that is not finite
     has_work: bool = True  # this rank has more to do than create state
     decision: StepDecision = field(init=False)  # what all ranks have agreed on
-    ready_params: list[StepParam] | None = None  # what the executor works on, if it was found out while the ranks agreed
     skip_mask: Tensor | None = None  # a boolean on a device, true if nothing may change; None if no device has to be asked
     recorder: StepRecorder | None = None  # what measures this step; None if it is not measured
     would_diverge: bool = False  # an error at this point would make replicas diverge
@@ -199,13 +198,7 @@ class MuonStep(torch.optim.Optimizer):
             without_state=without_state,
             presence=StatePresence(step.records, states, self._keeps),
         )
-        with self._planner.telling_others():
-            expected = self._planner.propose(status)
-            if expected is not None:  # while the votes travel
-                step.ready_params = self._ready_params(expected, self._planner.advance)
-            step.decision = self._planner.settle(status)
-        if step.decision is not expected:
-            step.ready_params = None
+        step.decision = self._planner.agree(status)
 
     def _prepare(self, step: StepContext) -> None:
         """Creates state and buffers if the plan is new. Nothing is sent before all ranks have theirs."""
@@ -277,8 +270,7 @@ class MuonStep(torch.optim.Optimizer):
             logits = None if failed_everywhere else self._qk_clip.apply(records, step.qk_logits, step.skip_mask)
             if step.recorder is not None:  # also after a failure: the other ranks wait for this rank's numbers
                 skips: dict[str, Any] = {"skipped": self._nonfinite.skipped, "skip_mask": step.skip_mask}
-                clips = Clipped(logits or {}, self._qk_clip.threshold)
-                failure.keep(self._meter.finish(step.recorder, decision, self._groups, clipped=clips, **skips))
+                failure.keep(self._meter.finish(step.recorder, decision, self._groups, logits=logits or {}, **skips))
             already_reported = isinstance(failure.error, OrthogonalizeError) and failure.error.known_to_all
             if failure.error is not None and not alone and not already_reported:
                 self._failures.completed_with(failure.error, diverged=step.would_diverge)
@@ -295,10 +287,9 @@ class MuonStep(torch.optim.Optimizer):
         """What the executor works on. Gradients are unscaled, and become zeros on a device that must skip the step."""
         if step.scaling.scale is not None:
             step.scaling.remove(gradients_of(step.records))
-        if step.skip_mask is None:
-            return step.ready_params or self._params_of(step)
         step_params = self._params_of(step)
-        self._mask_gradients(step, step_params)
+        if step.skip_mask is not None:
+            self._mask_gradients(step, step_params)
         return step_params
 
     def _find_and_mask(self, step: StepContext, step_params: Sequence[StepParam]) -> None:
@@ -405,12 +396,6 @@ class MuonStep(torch.optim.Optimizer):
         if self._step_params.serve(step.decision, self._collector.lacking_state):
             return self._step_params.current(step.decision, self.state, step.skip_mask)
         return self._step_params.make(step.records, step.decision, self.state, keeps, step.skip_mask)
-
-    def _ready_params(self, expected: StepDecision, meanwhile: Callable[[], None]) -> list[StepParam] | None:
-        """What the executor will work on if the ranks decide as expected, if it can be told without writing; else None."""
-        if expected.zeros or not self._step_params.serve(expected, self._collector.lacking_state):
-            return None
-        return self._step_params.current(expected, self.state, meanwhile=meanwhile)
 
     def _adamw_gradients(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The gradients with which AdamW steps ``params``."""

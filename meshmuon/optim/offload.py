@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,14 +26,7 @@ _ALIGNMENT = 64  # bytes; suits vector instructions and copies
 _NOT_MOVED = ("step", COUNTER)  # a number or two per parameter, which a step needs on its device
 
 _States = Mapping[Tensor, dict[str, Any]]
-
-
-class _PoolKind(NamedTuple):
-    """What is the same for all state in a pool."""
-
-    device: torch.device
-    dtype: torch.dtype
-    of_adamw: bool
+_PoolKind: TypeAlias = tuple[torch.device, torch.dtype, bool]  # of a pool; last, whether it has AdamW's state
 
 
 class _Slot(NamedTuple):
@@ -166,7 +159,7 @@ class Offload:
     def _offload(self, states: _States) -> None:
         by_pool: dict[_PoolKind, list[tuple[Tensor, str, Tensor]]] = {}
         for param, key, value in sorted(_movable(states), key=lambda member: member[1] in ADAMW_KEYS):  # and so copied last
-            by_pool.setdefault(_PoolKind(param.device, value.dtype, key in ADAMW_KEYS), []).append((param, key, value))
+            by_pool.setdefault((param.device, value.dtype, key in ADAMW_KEYS), []).append((param, key, value))
         held = {(id(slot.param), slot.key, id(value)) for pool in self._pools for slot, value in pool.members()}
         if held != {(id(param), key, id(value)) for members in by_pool.values() for param, key, value in members}:
             self.settle()  # before host buffers are freed that may still be written

@@ -24,8 +24,6 @@ from ..state import param_state
 from ..torch_compat import zeros_like
 from .collect import States
 
-_PARAMS_AT_A_TIME = 32  # parameters whose state is looked up (some 20 µs) before the agreement gets a turn
-
 
 class StepParams:
     """Makes the step parameters of a plan, and fills those of the last step with this step's options and state.
@@ -84,18 +82,10 @@ class StepParams:
         self._plan, self._cached = (decision.plan, step_params) if all(kept) else (None, [])
         return step_params
 
-    def current(
-        self,
-        decision: StepDecision,
-        states: States,
-        skip_mask: Tensor | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> list[StepParam]:
-        """Those of the last step, with the options and the state of this one. It calls ``meanwhile`` now and then."""
+    def current(self, decision: StepDecision, states: States, skip_mask: Tensor | None) -> list[StepParam]:
+        """Those of the last step, with the options and the state of this one."""
         settings = self._settings(skip_mask)
         for k, step_param in enumerate(self._cached):
-            if k % _PARAMS_AT_A_TIME == 0:
-                meanwhile()
             step_param.settings = settings[step_param.group_index, step_param.param.device]
             if decision.zeros:
                 step_param.zeros = zeros_like(step_param.param) if decision.planned_parts[k][0] in decision.zeros else None

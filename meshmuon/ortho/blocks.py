@@ -112,14 +112,11 @@ class _NoisyProducts(Products):
     def __init__(self, noise: float, pattern: Tensor) -> None:
         self._shift = noise * pattern
 
-    def symmetric(
+    def general(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
-        result = alpha * (a @ b.mT) if addend is None else alpha * (a @ b.mT) + beta * addend
+        result = alpha * (a @ b) if addend is None else alpha * (a @ b) + beta * addend
         return out.copy_(self._rounded(result))
-
-    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
-        return out.copy_(self._rounded(a @ b if addend is None else a @ b + beta * addend))
 
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
         """Cholesky's rounding is like one more of the matrix that it factors; the inverse is rounded like a product."""

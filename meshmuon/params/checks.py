@@ -25,6 +25,9 @@ from ..errors import shown as shown  # most modules import it from here
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What momentum, products and pieces may be: torch does not compute in the narrower dtypes."""
 
+STORED_DTYPES = (*FLOAT_DTYPES, torch.int8)
+"""What momentum and pieces may be as well, with scales."""
+
 Check: TypeAlias = Callable[[Mapping[str, Any], str, str], None]
 """Called as ``check(options, name, where)``; raises ConfigError, which names ``where``, if ``options[name]`` cannot be used."""
 
@@ -157,40 +160,24 @@ def whole_number(low: float = -math.inf, high: float = math.inf, why_high: str =
     return check
 
 
+def dtype_in(dtypes: Sequence[torch.dtype], wrong: str, *, pairs: bool = False) -> Check:
+    """One of ``dtypes``, or None; with ``pairs`` also two of them. ``wrong`` says in errors what it must be."""
+
+    def check(options: Mapping[str, Any], name: str, where: str) -> None:
+        given = options[name]
+        both = given if pairs and isinstance(given, (tuple, list)) and len(given) == 2 else (given,)
+        if not all(dtype is None or (isinstance(dtype, torch.dtype) and dtype in dtypes) for dtype in both):
+            names = ", ".join(map(str, dtypes)) + (", a pair of them (to the owners, and back)" if pairs else "")
+            raise ConfigError(f"{where}: {name}={shown(given)} {wrong}, which are {names}, or None.")
+
+    return check
+
+
 def check_flag(options: Mapping[str, Any], name: str, where: str) -> None:
     """True or False; the text "False" would count as true."""
     value = options[name]
     if value is not True and value is not False:
         raise ConfigError(f"{where}: {name}={shown(value)} must be True or False.")
-
-
-def check_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
-    dtype = options[name]
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOAT_DTYPES):
-        names = ", ".join(map(str, FLOAT_DTYPES))
-        raise ConfigError(
-            f"{where}: {name}={shown(dtype)} must be a floating point dtype to compute in, which are {names}, or None."
-        )
-
-
-def check_momentum_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
-    """A dtype to compute in, int8 or None."""
-    dtype = options[name]
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in (*FLOAT_DTYPES, torch.int8)):
-        names = ", ".join(map(str, FLOAT_DTYPES))
-        raise ConfigError(f"{where}: {name}={shown(dtype)} must be one of {names}, torch.int8, or None.")
-
-
-def check_comm_dtype(options: Mapping[str, Any], name: str, where: str) -> None:
-    """A dtype for the wire, or two: to the owners, and back."""
-    given = options[name]
-    for dtype in given if isinstance(given, (tuple, list)) and len(given) == 2 else (given,):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in (*FLOAT_DTYPES, torch.int8)):
-            names = ", ".join(map(str, (*FLOAT_DTYPES, torch.int8)))
-            raise ConfigError(
-                f"{where}: {name}={shown(given)} must be a dtype for the wire, which are {names}, a pair of them (to the owners, "
-                "and back), or None."
-            )
 
 
 def check_lr(options: Mapping[str, Any], name: str, where: str) -> None:

@@ -34,17 +34,17 @@ from ..ortho import AUTO, Scheme, SchemeLike, resolve_scheme
 from ..ortho.kernels.products import check_kernels
 from ..plan import REPLICA_OPTIONS, cost_model_from
 from .checks import (
+    FLOAT_DTYPES,
+    STORED_DTYPES,
     Check,
     check_backend,
     check_betas,
-    check_comm_dtype,
-    check_dtype,
     check_eps,
     check_flag,
     check_lr,
-    check_momentum_dtype,
     check_optional_lr,
     check_replica_group,
+    dtype_in,
     in_range,
     of_value,
     one_of,
@@ -247,7 +247,7 @@ _UPDATE = (
         "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; float16 "
         'parameters refuse ``"stochastic"``. See docs/optimizer.md.'
     ),
-    Option("momentum_dtype", None, _MUON, check_momentum_dtype, _VALUE).with_help(
+    Option("momentum_dtype", None, _MUON, dtype_in(STORED_DTYPES, "must be a dtype of momentum"), _VALUE).with_help(
         "Dtype of new momentum buffers; by default the dtype of the parameter. ``torch.int8`` keeps one scale for every 128 "
         "elements of a row, and converts momentum that there is; see docs/optimizer.md."
     ),
@@ -264,10 +264,10 @@ _UPDATE = (
 )
 
 _ENGINE = (
-    Option("compute_dtype", None, _MUON, check_dtype, _PLAN).with_help(
+    Option("compute_dtype", None, _MUON, dtype_in(FLOAT_DTYPES, "must be a floating point dtype to compute in"), _PLAN).with_help(
         "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters."
     ),
-    Option("comm_dtype", None, _WHOLE, check_comm_dtype, _PLAN).with_help(
+    Option("comm_dtype", None, _WHOLE, dtype_in(STORED_DTYPES, "must be a dtype for the wire", pairs=True), _PLAN).with_help(
         "Dtype on the wire, or a pair: to the owners, and back. By default bfloat16 between GPUs, float32 elsewhere, float64 for "
         "float64 parameters. ``torch.int8`` rounds in blocks of 128 elements; see docs/distributed.md."
     ),

@@ -9,11 +9,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ..errors import ConfigError, shown
 from .cost import CostModel
@@ -22,6 +22,7 @@ FORMAT, VERSION = "meshmuon calibration", 1  # of the file
 _SMALLEST_RATE, _LARGEST_RATE = 1e-15, 1e24  # what lies outside was not measured on a computer
 _LARGEST_SIZE = 2**31
 _MOST_RANKS = 10**7
+_Read = TypeVar("_Read")
 _REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
 
 
@@ -53,6 +54,12 @@ class ElementwiseRates:
     adamw: float
 
 
+_INNER: Mapping[str, tuple[type, str]] = {
+    "LinkRate": (LinkRate, "a link"),
+    "ElementwiseRates": (ElementwiseRates, "the times of elementwise work"),
+}
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Calibration:
     """The measurements of one run of ``meshmuon doctor``; medians over ranks and pairs of ranks."""
@@ -69,11 +76,11 @@ class Calibration:
     exchange: LinkRate | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step; predictions for CPUs use it
     host_seconds_per_step: float  # what a step takes beside its matrices or, on a GPU, launches, and beside its exchanges
-    elementwise: ElementwiseRates | None = None  # None in files that were written before it was measured
+    elementwise: ElementwiseRates
     exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU, else None
     copies: LinkRate | None = None  # between the memory of a device and pinned memory of its host; None on CPU
     seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
-    host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU and in older files
+    host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU
     alone: tuple[Rate, ...] = ()  # as ``orthogonalisation``, of a single matrix; empty if that is as fast as a batch
     slower_beside_exchange: float = 0.0  # what products take longer while the links are busy, as a share
 
@@ -116,16 +123,11 @@ class Calibration:
         return 1.0 if self.exchange_cpu_share is None else min(1.0, self.exchange_cpu_share)
 
     def seconds_per_element(self, kind: str) -> float:
-        """Of a kind of elementwise work, by its name in ``ElementwiseRates``; 0 if it was not measured."""
-        return 0.0 if self.elementwise is None else float(getattr(self.elementwise, kind))
-
-    def completed(self, exchange: LinkRate, seconds_per_peer: float, elementwise: ElementwiseRates) -> Calibration:
-        """With these figures in the place of what was not measured: links on one rank, elementwise work in older files."""
-        completed = replace(self, elementwise=self.elementwise or elementwise)
-        return completed if self.exchange else replace(completed, exchange=exchange, seconds_per_peer=seconds_per_peer)
+        """Of a kind of elementwise work, by its name in ``ElementwiseRates``."""
+        return float(getattr(self.elementwise, kind))
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file. What the first files did not have is there if it is not empty."""
+        """The content of the file, without what is described rather than measured where there is none of it."""
         described = ("seconds_per_peer", "alone", "slower_beside_exchange")
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return {name: value for name, value in content.items() if value or name not in described}
@@ -133,37 +135,7 @@ class Calibration:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Reads a file: what ``to_json`` returned, or a whole report of ``meshmuon doctor --json``."""
-        reader = RatesReader.open(path)
-        elementwise = reader.inner("elementwise", "the times of elementwise work")
-        return cls(
-            device=reader.text("device"),
-            device_name=reader.text("device_name"),
-            ranks=reader.whole("ranks", _MOST_RANKS),
-            ranks_per_node=reader.whole("ranks_per_node", _MOST_RANKS),
-            compute_dtype=reader.text("compute_dtype"),
-            products=reader.rates("products"),
-            orthogonalisation=reader.rates("orthogonalisation"),
-            inside=reader.link("inside"),
-            between=reader.link("between"),
-            exchange=reader.link("exchange"),
-            host_seconds_per_matrix=reader.number("host_seconds_per_matrix"),
-            host_seconds_per_step=reader.number("host_seconds_per_step"),
-            elementwise=None if elementwise is None else _elementwise(elementwise),
-            exchange_cpu_share=_given(reader, "exchange_cpu_share"),
-            copies=reader.link("copies"),
-            seconds_per_peer=_given(reader, "seconds_per_peer") or 0.0,
-            host_seconds_per_launch=_given(reader, "host_seconds_per_launch"),
-            alone=reader.rates("alone") if reader.content.get("alone") else (),
-            slower_beside_exchange=_given(reader, "slower_beside_exchange") or 0.0,
-        )
-
-
-def _given(reader: RatesReader, name: str) -> float | None:
-    return None if reader.content.get(name) is None else reader.number(name)
-
-
-def _elementwise(reader: RatesReader) -> ElementwiseRates:
-    return ElementwiseRates(**{field.name: reader.number(field.name) for field in fields(ElementwiseRates)})
+        return _read(cls, _content_of(path))
 
 
 def _rate_of_shape(rates: Sequence[Rate], size: int, length: int) -> float:
@@ -208,75 +180,65 @@ def cost_model_from(value: CostModelLike | None) -> CostModel | Calibration | No
     return calibration
 
 
-class RatesReader:
-    """Reads the fields of a file, and says which one is wrong."""
+def _content_of(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The rates in a file, which may be a whole report of ``meshmuon doctor --json``."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"it cannot be read: {error.strerror or error}. {_REMEDY}") from None
+    except RecursionError:
+        raise ConfigError(f"it is not JSON that can be read: it is nested too deeply. {_REMEDY}") from None
+    except ValueError as error:  # also of text that is not UTF-8
+        raise ConfigError(f"it is not JSON ({error}). {_REMEDY}") from None
+    if isinstance(content, Mapping) and isinstance(content.get("calibration"), Mapping):
+        content = content["calibration"]
+    if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+        raise ConfigError(f"it is no calibration file. {_REMEDY}")
+    if content.get("version") != VERSION:
+        raise ConfigError(
+            f"it has version {content.get('version')!r} of the format, and this meshmuon reads version {VERSION}. {_REMEDY}"
+        )
+    return content
 
-    def __init__(self, content: Mapping[str, Any], where: str = "") -> None:
-        self.content, self._where = content, where
 
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> RatesReader:
-        """Reads a file: rates, or a whole report of ``meshmuon doctor --json``."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"it cannot be read: {error.strerror or error}. {_REMEDY}") from None
-        except RecursionError:
-            raise ConfigError(f"it is not JSON that can be read: it is nested too deeply. {_REMEDY}") from None
-        except ValueError as error:  # also of text that is not UTF-8
-            raise ConfigError(f"it is not JSON ({error}). {_REMEDY}") from None
-        if isinstance(content, Mapping) and isinstance(content.get("calibration"), Mapping):
-            content = content["calibration"]
-        if not isinstance(content, Mapping) or content.get("format") != FORMAT:
-            raise ConfigError(f"it is no calibration file. {_REMEDY}")
-        if content.get("version") != VERSION:
-            raise ConfigError(
-                f"it has version {content.get('version')!r} of the format, and this meshmuon reads version {VERSION}. {_REMEDY}"
-            )
-        return cls(content)
+def _read(cls: type[_Read], content: Mapping[str, Any], where: str = "") -> _Read:
+    """Each field of a dataclass by its type. One that has a default may be missing; ``where`` is before names in errors."""
+    values: dict[str, Any] = {}
+    for entry in fields(cls):  # type: ignore[arg-type]
+        value = content.get(entry.name)
+        if entry.default is MISSING or value not in (None, []):
+            values[entry.name] = _read_field(str(entry.type), value, where + entry.name)
+    return cls(**values)
 
-    def text(self, name: str) -> str:
-        return str(self._field(name, "text", lambda value: isinstance(value, str)))
 
-    def number(self, name: str) -> float:
-        self._field(name, "a positive number", lambda value: _is_number(value) and 0 < value < math.inf)
+def _read_field(kind: str, value: Any, name: str) -> Any:
+    kind, _, optional = kind.partition(" | ")
+    if optional and value is None:
+        return None
+    if kind == "str":
+        return _checked(value, name, "text", isinstance(value, str))
+    if kind == "int":
+        most = _MOST_RANKS if name.startswith("ranks") else _LARGEST_SIZE
+        whole = _is_number(value) and 1 <= value <= most and value == int(value)
+        return int(_checked(value, name, f"a whole number from 1 to {most}", whole))
+    if kind == "float":
+        _checked(value, name, "a positive number", _is_number(value) and 0 < value < math.inf)
         bounds = f"between {_SMALLEST_RATE:g} and {_LARGEST_RATE:g}"
-        return float(self._field(name, bounds, lambda value: _SMALLEST_RATE <= value <= _LARGEST_RATE))
+        return float(_checked(value, name, bounds, _SMALLEST_RATE <= value <= _LARGEST_RATE))
+    if kind == "tuple[Rate, ...]":
+        is_list = isinstance(value, Sequence) and bool(value) and all(isinstance(row, Mapping) for row in value)
+        rows = _checked(value, name, "a list of rates", is_list)
+        return tuple(_read(Rate, row, f"{name}[{k}].") for k, row in enumerate(rows))
+    cls, what = _INNER[kind]
+    return _read(cls, _checked(value, name, what + (" or null" if optional else ""), isinstance(value, Mapping)), f"{name}.")
 
-    def whole(self, name: str, most: int) -> int:
-        """A whole number from 1 to ``most``."""
-        expected = f"a whole number from 1 to {most}"
-        return int(self._field(name, expected, lambda value: _is_number(value) and 1 <= value <= most and value == int(value)))
 
-    def rates(self, name: str) -> tuple[Rate, ...]:
-        def is_list(value: Any) -> bool:
-            return isinstance(value, Sequence) and bool(value) and all(isinstance(row, Mapping) for row in value)
-
-        rows = self._field(name, "a list of rates", is_list)
-        readers = [RatesReader(row, f"{name}[{k}].") for k, row in enumerate(rows)]
-        return tuple(row.rate() for row in readers)
-
-    def rate(self) -> Rate:
-        length = None if self.content.get("length") is None else self.whole("length", _LARGEST_SIZE)
-        return Rate(self.text("dtype"), self.whole("size", _LARGEST_SIZE), self.number("flops_per_second"), length)
-
-    def link(self, name: str) -> LinkRate | None:
-        """A link, or None if it was not measured."""
-        reader = self.inner(name, "a link")
-        return None if reader is None else LinkRate(reader.number("bytes_per_second"), reader.number("seconds"))
-
-    def inner(self, name: str, kind: str) -> RatesReader | None:
-        """The fields of a field."""
-        row = self._field(name, f"{kind} or null", lambda value: value is None or isinstance(value, Mapping))
-        return None if row is None else RatesReader(row, f"{name}.")
-
-    def _field(self, name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
-        value = self.content.get(name)
-        if not fits(value):
-            bits = value.bit_length() if type(value) is int else 0
-            given = f"a number of {bits} bits" if bits > 999 else repr(value)[:120]
-            raise ConfigError(f"its {self._where}{name} is {given} and must be {expected}. {_REMEDY}")
-        return value
+def _checked(value: Any, name: str, expected: str, fits: bool) -> Any:
+    if not fits:
+        bits = value.bit_length() if type(value) is int else 0
+        given = f"a number of {bits} bits" if bits > 999 else repr(value)[:120]
+        raise ConfigError(f"its {name} is {given} and must be {expected}. {_REMEDY}")
+    return value
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Bytes, buffers, peers and messages of a step of ``Muon`` or of ``DistMuon``."""
+"""Peers and messages of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .plan_data import PlanData
-from .relays import Relays, relay_buffers
+from .relays import Relays
 from .traffic import HeldPiece
 
 
@@ -76,29 +76,3 @@ def _largest_message(plan: PlanData, wave: int, *, gather: bool) -> int:
             sizes.pop(kinds.kind_of[owner], None)
         largest = max(largest, *sizes.values(), 0)
     return largest
-
-
-def bytes_sent(plan: PlanData, *, averages: bool) -> dict[int, int]:
-    """Rank → bytes that it sends in a step of ``Muon``, or of ``DistMuon``, which ``averages`` gradients at the owners."""
-    if not averages:
-        return plan.bytes_sent
-    total = dict.fromkeys(plan.ranks, 0)
-    for wave in plan.traffic:  # gradients take the way of the weights, backwards
-        for rank, sent, received in zip(plan.ranks, wave.scatter.sent, wave.scatter.received, strict=True):
-            total[rank] += sent + received
-    return total
-
-
-def buffer_bytes(plan: PlanData, *, averages: bool) -> dict[int, int]:
-    """Rank → bytes of its exchange buffers. ``DistMuon`` has buffers for all waves at once, and for the averages of one."""
-    if not averages:
-        return {rank: plan.buffer_bytes(rank) for rank in plan.ranks}
-    averaged = [dict.fromkeys(plan.ranks, 0) for _ in plan.wave_lanes]
-    for task in plan.tasks:
-        averaged[task.wave][task.owner] += task.sharded.size * plan.params[task.param].itemsize
-    sent = bytes_sent(plan, averages=True)
-    total = {rank: sent[rank] + max((wave[rank] for wave in averaged), default=0) for rank in plan.ranks}
-    if plan.relayed:
-        relays = relay_buffers([(hops, wave) for wave, hops in enumerate(plan.averaging_hops)])
-        total = {rank: total[rank] + size for rank, size in zip(plan.ranks, relays, strict=True)}
-    return total

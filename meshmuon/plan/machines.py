@@ -58,14 +58,16 @@ class Machine:
         reads and writes.
         """
         exchange, memory = self.between if several_nodes else self.inside, self.memory_bytes_per_second
+        if self.calibration is not None:
+            if self.calibration.exchange is not None:
+                return self.calibration
+            return replace(self.calibration, exchange=exchange, seconds_per_peer=self.seconds_per_peer)  # measured on one rank
         elementwise = ElementwiseRates(
             momentum=(weight + 2 * momentum + wire) / memory,
             update=(wire + 2 * weight) / memory,
             copy=2 * wire / memory,
             adamw=_ADAMW_BYTES * weight / 4 / memory,
         )
-        if self.calibration is not None:
-            return self.calibration.completed(exchange, self.seconds_per_peer, elementwise)
         dtype = compute_dtype or self._usual_dtype
         if dtype not in self.peak_flops:
             raise ConfigError(

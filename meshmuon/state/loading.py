@@ -18,7 +18,7 @@ from ..device import known_to_host
 from ..errors import StateError
 from ..execute import RULE_STATE
 from ..matrices import without_wrappers
-from ..params.checks import check_dtype, check_momentum_dtype, shown
+from ..params.checks import shown
 from ..params.dtensors import as_dtensor, layout_text, shard_place, shares_addresses
 from ..params.groups import are_placeholders, check_group
 from ..params.option_table import ParamGroup, group_options
@@ -38,7 +38,7 @@ from .param_state import (
     shapes_of,
 )
 
-_DTYPES = tuple(option.name for option in group_options() if option.check in (check_dtype, check_momentum_dtype))
+_DTYPES = ("compute_dtype", "momentum_dtype")  # which are stored by name
 # Options that decide what a parameter's matrices are, and the rule. Loading other values than the optimizer has warns.
 _WHICH_MATRICES = tuple(option.name for option in group_options() if option.defines_matrices)
 _LISTED = 4  # names of a kind that an error lists
@@ -97,9 +97,8 @@ def fit(
             if entry is not _MISSING and entry:
                 if loaded["use_muon"]:
                     _check_momentum_dtype(name, entry, options)
-                entry = _with_current_keys(entry, shapes_of(name, param, loaded))
                 _check_saved_state(name, param, entry, loaded)
-                fitted.state[number] = entry
+                fitted.state[number] = dict(entry)  # the only mapping that torch loads
             number += 1
         fitted.param_groups.append({**options, "params": list(range(number - len(names), number))})
         fitted.overrides.append(overrides)
@@ -321,13 +320,6 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
 def _listed(names: Sequence[str]) -> str:
     rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"{', '.join(names[:_LISTED])}{rest}" if names else "none"
-
-
-def _with_current_keys(entry: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """A saved entry, as a dict, the only mapping that torch loads. The memory of any rule alone was once under one key."""
-    wanted = [key for key in shapes if key.startswith(RULE_STATE)]
-    older = len(wanted) == 1 and wanted[0] not in entry
-    return {wanted[0] if older and key == RULE_STATE else key: value for key, value in entry.items()}
 
 
 def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:

@@ -15,27 +15,3 @@ from .exchange import Exchange, Pending
 from .groups import exchange_group, shared_group, turn_of, turns_of
 from .plain_data import sendable
 from .reference import check_round_trip, has_part, own_shard, whole
-
-__all__ = [
-    "Agreement",
-    "Exchange",
-    "Pending",
-    "Vote",
-    "all_gather_objects",
-    "averaged",
-    "broadcast",
-    "check_round_trip",
-    "exchange_group",
-    "has_part",
-    "norm_device",
-    "own_shard",
-    "reduce_largest",
-    "reduce_over_axes",
-    "reduce_sum",
-    "sendable",
-    "shared_group",
-    "swap_with",
-    "turn_of",
-    "turns_of",
-    "whole",
-]

@@ -8,10 +8,9 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ..errors import StateError
-from .collectives import all_gather_objects, start_maximum
-from .failures import hang_up, named_phase
+from .collectives import all_gather_objects, maximum
+from .failures import named_phase
 from .groups import turn_of
-from .host_channel import PendingRounds
 
 _T = TypeVar("_T")
 
@@ -38,8 +37,7 @@ class Agreement:
     A step holds the turn of the process group from its vote to its end. Another thread that steps another optimizer over the same
     group, clips or gathers state over it, waits. If ranks step in different orders, their votes differ, and all of them raise.
 
-    Every rank of the group must call ``start`` and ``all_gather_objects`` in the same order, and ``count`` the votes before it
-    does anything else here.
+    Every rank of the group must call ``decide`` and ``all_gather_objects`` in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -47,7 +45,6 @@ class Agreement:
         self._group = group
         self._turn = turn_of(group)
         self._thread: int | None = None  # that has the turn
-        self._votes: PendingRounds[tuple[int, ...]] | None = None  # on their way between ``start`` and ``count``
 
     def begin_turn(self) -> None:
         """Returns once no other thread of this process steps over the process group."""
@@ -60,44 +57,20 @@ class Agreement:
         self._thread = threading.get_ident()
 
     def end_turn(self) -> None:
-        """The step is over, or has failed, whether or not it had begun its turn.
-
-        If this rank leaves before it has counted the votes (Ctrl-C), the others may already count on it: they get an error at
-        once, where they can be told.
-        """
-        if self._votes is not None:
-            self._votes = None
-            hang_up(self._group)
+        """The step is over, or has failed, whether or not it had begun its turn."""
         if self._thread == threading.get_ident():
             self._thread = None
             self._turn.release()
 
-    def start(self, vote: Vote) -> None:
-        """Sends the vote, and returns before those of the other ranks are here."""
+    def decide(self, vote: Vote) -> Vote:
+        """Sends the vote, and counts those of all ranks."""
         fingerprint, *others = vote
         assert fingerprint is not None
         with named_phase("agreement", self._group):
-            self._votes = start_maximum((fingerprint, -fingerprint, *map(int, others)), self._group)
-
-    def advance(self) -> None:
-        """Lets other ranks hear what has arrived here meanwhile; does not wait."""
-        if self._votes is not None:
-            with named_phase("agreement", self._group):
-                self._votes.advance()
-
-    def count(self) -> Vote:
-        """Waits for the votes of all ranks."""
-        votes, self._votes = self._votes, None
-        assert votes is not None
-        with named_phase("agreement", self._group):
-            largest, smallest, prepares, nonfinite, has_work, activity, proposed_id = votes.wait()
+            words = maximum((fingerprint, -fingerprint, *map(int, others)), self._group)
+        largest, smallest, prepares, nonfinite, has_work, activity, proposed_id = words
         fingerprint = largest if largest == -smallest else None
         return Vote(fingerprint, bool(prepares), bool(nonfinite), bool(has_work), activity, proposed_id)
-
-    def decide(self, vote: Vote) -> Vote:
-        """Sends the vote and counts those of all ranks."""
-        self.start(vote)
-        return self.count()
 
     def all_gather_objects(self, value: _T) -> dict[int, _T]:
         """Rank → its ``value``. It is slow, and meant for ranks that disagree."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..torch_compat import gloo_of, object_device
 from .failures import channels, named_phase, set_channel, wait_for
 from .groups import moves, timeout_of_group
-from .host_channel import HostChannel, PendingRounds, Rounds, open_channel
+from .host_channel import HostChannel, open_channel
 from .plain_data import from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -75,15 +75,11 @@ def reduce_over_axes(values: Tensor, like: Tensor, axes: Sequence[int]) -> None:
         reduce_largest(values, group, phase="reduction of the scales of int8 momentum")
 
 
-def start_maximum(words: tuple[int, ...], group: dist.ProcessGroup) -> PendingRounds[tuple[int, ...]]:
-    """Starts to find the largest of each word over all ranks: in ⌈log2 W⌉ rounds over the channel of the group, if it has one."""
+def maximum(words: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The largest of each word over all ranks: in ⌈log2 W⌉ rounds over the channel of the group, if it has one, or by its own."""
     channel = channel_of(group)
-    return PendingRounds(_reduced(words, group), 0.0) if channel is None else channel.start_maximum(words, seconds_of(group))
-
-
-def _reduced(words: tuple[int, ...], group: dist.ProcessGroup) -> Rounds[tuple[int, ...]]:
-    """By an all-reduce of the group, which waits at once, where there is no channel."""
-    yield from ()
+    if channel is not None:
+        return channel.maximum(words, seconds_of(group))
     of_group = _votes.setdefault(group, {})
     if len(words) not in of_group:
         with torch.inference_mode(False):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_compat import first_told
-from .collectives import all_gather_objects, reduce_largest, reduce_sum, start_maximum
+from .collectives import all_gather_objects, maximum, reduce_largest, reduce_sum
 from .failures import hang_up, named_phase, wait_for
 
 _T = TypeVar("_T")
@@ -81,7 +81,7 @@ class Exchange:
     def tell(self, entries: list[_T]) -> dict[int, list[_T]]:
         """Rank → its ``entries``; empty if no rank has any, which takes one small vote in host memory."""
         with named_phase("scatter", self._group):
-            (most,) = start_maximum((len(entries),), self._group).wait()
+            (most,) = maximum((len(entries),), self._group)
         return all_gather_objects(entries, self._group) if most else {}
 
     def warm_up(self, received_splits: list[int], sent_splits: list[int], device: torch.device, attempt: int) -> None:

@@ -19,16 +19,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.util import Finalize
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .connecting import Connecting, Door, Listener, UnreachableError, open_sockets
 from .plain_data import from_bytes, to_bytes
 
 _T = TypeVar("_T")
-Rounds = Generator[list[tuple["_Peer", int]], None, _T]  # yields what it waits for, POLLOUT of the target or POLLIN of the source
 _HEADER = struct.Struct("!BBxxIQ")
 # Kinds of messages. That of a maximum is its number of words, all of 64 bits.
 _OBJECTS, _GOODBYE, _FAILURE = 0, 254, 255
@@ -99,10 +98,27 @@ class _Peer(NamedTuple):
     connection: socket.socket
 
 
+class _Deadline(NamedTuple):
+    at: float
+    seconds: float  # from the beginning to it
+
+    def wait_for(self, awaited: Sequence[tuple[_Peer, int]]) -> None:
+        """Returns once one of the connections is ready for its event."""
+        events = select.poll()
+        for peer, event in awaited:
+            events.register(peer.connection, event)
+        ready = False
+        while not ready:
+            left = self.at - time.monotonic()
+            if left <= 0:
+                raise RuntimeError(f"Timed out waiting {round(1000 * self.seconds)}ms for rank {awaited[-1][0].rank}")
+            ready = bool(events.poll(1000 * min(left, _LONGEST_POLL)))
+
+
 class HostChannel:
     """Connections between the ranks of one process group, shared by all that communicate over the group.
 
-    All ranks call ``start_maximum`` and ``all_gather`` in the same order. A rank that fails must ``end`` the channel: those that
+    All ranks call ``maximum`` and ``all_gather`` in the same order. A rank that fails must ``end`` the channel: those that
     wait for it then fail at once, and so on until all have heard. A channel that has ended stays so.
 
     Args:
@@ -137,44 +153,40 @@ class HostChannel:
         """How many connections this rank has to others."""
         return 2 * len(self._rounds)
 
-    def start_maximum(self, words: Sequence[int], seconds: float) -> PendingRounds[tuple[int, ...]]:
-        """Starts to find the largest of each of ``words``, integers of 64 bits, over all ranks."""
-        return PendingRounds(self._maximum(tuple(words)), seconds)
+    def maximum(self, words: Sequence[int], seconds: float) -> tuple[int, ...]:
+        """The largest of each of ``words``, integers of 64 bits, over all ranks, which are waited for at most ``seconds``."""
+        words, body = tuple(words), struct.Struct(f"!{len(words)}q")
+        count, end = self._begin(seconds)
+        with prompt_switches:
+            for number, peers in enumerate(self._rounds):
+                heard = self._swap((len(words), number, count), body.pack(*words), *peers, end)
+                words = tuple(map(max, words, body.unpack(heard)))
+        return words
 
     def all_gather(self, value: _T, seconds: float) -> dict[int, _T]:
         """Rank → its ``value``, which must be plain data (``plain_data.py``)."""
-        return PendingRounds(self._gather(value), seconds).wait()
-
-    def _maximum(self, words: tuple[int, ...]) -> Rounds[tuple[int, ...]]:
-        body, count = struct.Struct(f"!{len(words)}q"), self._begin()
-        for number, (target, source) in enumerate(self._rounds):
-            heard = yield from self._swap((len(words), number, count), body.pack(*words), target, source)
-            words = tuple(map(max, words, body.unpack(heard)))
-        return words
-
-    def _gather(self, value: _T) -> Rounds[dict[int, _T]]:
-        messages, count = {self._rank: to_bytes([value]).decode()}, self._begin()
-        for number, (target, source) in enumerate(self._rounds):
-            heard = yield from self._swap((_OBJECTS, number, count), to_bytes([messages]), target, source)
-            messages.update(_plain(heard, source.rank))
+        messages = {self._rank: to_bytes([value]).decode()}
+        count, end = self._begin(seconds)
+        with prompt_switches:
+            for number, (target, source) in enumerate(self._rounds):
+                heard = self._swap((_OBJECTS, number, count), to_bytes([messages]), target, source, end)
+                messages.update(_plain(heard, source.rank))
         return {rank: _plain(messages[rank].encode(), rank) for rank in self._ranks}
 
-    def _begin(self) -> int:
+    def _begin(self, seconds: float) -> tuple[int, _Deadline]:
         if self.lost:
             raise RuntimeError(self.lost)
         self._started += 1
-        return self._started
+        return self._started, _Deadline(time.monotonic() + seconds, seconds)
 
-    def _swap(self, expected: tuple[int, int, int], body: bytes, target: _Peer, source: _Peer) -> Rounds[bytes]:
+    def _swap(self, expected: tuple[int, int, int], body: bytes, target: _Peer, source: _Peer, end: _Deadline) -> bytes:
         """Sends a body to the target of a round while receiving that of its source."""
         if len(body) > _LONGEST_BODY:
             raise RuntimeError(f"a message of {len(body)} bytes, more than the {_LONGEST_BODY} that ranks send each other")
         rest = memoryview(_HEADER.pack(*expected, len(body)) + body)
         received, size = bytearray(), _HEADER.size + 8 * expected[0]  # that of objects is not known yet
         while True:
-            with self._naming(target):
-                if rest:
-                    rest = rest[target.connection.send(rest[:_LARGEST_PART]) :]
+            rest = self._send(target, rest) if rest else rest
             with self._naming(source):
                 if len(received) < size:
                     part = source.connection.recv(min(size - len(received), _LARGEST_PART))
@@ -188,7 +200,14 @@ class HostChannel:
                 awaited.append((source, select.POLLIN))
             if not awaited:
                 return bytes(received[_HEADER.size :])
-            yield awaited
+            end.wait_for(awaited)
+
+    def _send(self, target: _Peer, message: memoryview) -> memoryview:
+        """Sends what there is room for, and returns the rest."""
+        sent = 0
+        with self._naming(target):
+            sent = target.connection.send(message[:_LARGEST_PART])
+        return message[sent:]
 
     @contextmanager
     def _naming(self, peer: _Peer) -> Iterator[None]:
@@ -275,46 +294,6 @@ class PromptSwitches:
 
 
 prompt_switches = PromptSwitches()
-
-
-class PendingRounds(Generic[_T]):
-    """What all ranks find out together, on its way.
-
-    ``advance`` does what can be done without waiting, ``wait`` all that is left; the first round is sent from the beginning.
-    """
-
-    def __init__(self, rounds: Rounds[_T], seconds: float) -> None:
-        self._rounds, self._seconds = rounds, seconds
-        self._end = time.monotonic() + seconds
-        self._awaited: list[tuple[_Peer, int]] = []  # empty when the result is known
-        self._result: _T
-        self._go_on()
-
-    def _go_on(self) -> None:
-        with prompt_switches:  # sending and receiving give up the interpreter lock, even where they do not wait
-            try:
-                self._awaited = next(self._rounds)
-            except StopIteration as stop:
-                self._awaited, self._result = [], stop.value
-
-    def advance(self) -> bool:
-        """Goes on as far as it can without waiting; returns whether the result is known."""
-        if self._awaited:
-            self._go_on()
-        return not self._awaited
-
-    def wait(self) -> _T:
-        with prompt_switches:
-            while self._awaited:
-                left, events = self._end - time.monotonic(), select.poll()
-                if left <= 0:
-                    rank = self._awaited[-1][0].rank
-                    raise RuntimeError(f"Timed out waiting {round(1000 * self._seconds)}ms for rank {rank}")
-                for peer, event in self._awaited:
-                    events.register(peer.connection, event)
-                if events.poll(1000 * min(left, _LONGEST_POLL)):
-                    self._go_on()
-        return self._result
 
 
 def _length_of(message: bytearray, expected: tuple[int, int, int], rank: int) -> int:

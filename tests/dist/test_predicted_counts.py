@@ -14,8 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import DistMuon, Muon
 from meshmuon.execute import Executor
-from meshmuon.plan.counts import buffer_bytes, bytes_sent
-from tests.support.counting import counted
+from tests.support.counting import buffer_bytes, bytes_sent, counted
 from tests.support.reference import engine_muon
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads

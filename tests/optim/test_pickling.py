@@ -111,14 +111,14 @@ class BrokenProducts(BlockedProducts):
 def test_an_optimizer_that_was_pickled_before_there_were_kernels_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its settings lack what came later. It falls back to torch's products as a new one does."""
     params = make_params((4, 6), (5, 3))
-    optimizer = Muon([group(params)], lr=LR, scheme="keller", nonfinite="skip")
+    optimizer = Muon([group(params)], lr=LR, scheme="keller")
     names = ("chunk_size", "memory_budget", "form", "deterministic", "compile", "cuda_graphs")
     monkeypatch.setattr(ExecutorSettings, "__getstate__", lambda settings: [getattr(settings, name) for name in names])
     older: Muon = pickle.loads(pickle.dumps(optimizer))
     monkeypatch.setattr(
         executor_settings, "products_for", lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else BrokenProducts()
     )
-    expected = Muon([group(params)], lr=LR, scheme="keller", nonfinite="skip", kernels="torch")
+    expected = Muon([group(params)], lr=LR, scheme="keller", kernels="torch")
     copied = older.param_groups[0]["params"]
     for of_one in (copied, params):
         set_gradients(of_one, gradients(of_one, 0))

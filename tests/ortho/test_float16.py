@@ -20,13 +20,9 @@ SCHEMES = {"polar_express": polar_express(), "keller": keller()}
 class MatrixUnitProducts(FunctionalProducts):
     """Products as matrix units make them: 16-bit operands, sums in float32, one rounding at the end."""
 
-    def symmetric(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, **factors: float) -> Tensor:
+    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, **factors: float) -> Tensor:
         wide = None if addend is None else addend.float()
-        return out.copy_(super().symmetric(a.float(), b.float(), out, wide, **factors))
-
-    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
-        wide = None if addend is None else addend.float()
-        return out.copy_(super().general(a.float(), b.float(), out, wide, beta=beta))
+        return out.copy_(super().general(a.float(), b.float(), out, wide, **factors))
 
 
 def error(x: Tensor, scheme: str, dtype: torch.dtype, form: str = "auto") -> float:

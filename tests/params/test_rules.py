@@ -374,7 +374,7 @@ def test_a_failing_rule_of_a_list_leaves_weights_and_memory() -> None:
 
 
 def test_each_rule_of_a_list_has_a_memory_of_its_own() -> None:
-    """They survive saving and loading; what a rule alone kept once, under a name for all rules, still loads."""
+    """They survive saving and loading."""
     rules = ["normuon", Drag(), Linear(2.0, 0.0, keeps=True)]
     param, optimizer = stepped(rules, 2)
     assert list(optimizer.state[param]) == ["momentum_buffer", "rule_memory", "rule_memory_Drag", "rule_memory_Linear"]
@@ -387,11 +387,8 @@ def test_each_rule_of_a_list_has_a_memory_of_its_own() -> None:
     assert torch.equal(param, twin)
     param, optimizer = stepped(Drag("columns"), 2)
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["rule_memory"] = saved["state"][0].pop("rule_memory_Drag")
+    del saved["state"][0]["rule_memory_Drag"]
     loaded = optimizer_for([twin], rule=Drag("columns"), weight_decay=0.0)
-    loaded.load_state_dict(saved)
-    assert torch.equal(loaded.state[twin]["rule_memory_Drag"], optimizer.state[param]["rule_memory_Drag"])
-    del saved["state"][0]["rule_memory"]
     with pytest.raises(StateError, match=r"0\.experts .*rule_memory_Drag"):
         loaded.load_state_dict(saved)
 

@@ -20,7 +20,7 @@ from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.shards import UpdateViews
 from meshmuon.optim import muon_step
 from meshmuon.transport import Agreement, Exchange
-from meshmuon.transport.host_channel import PendingRounds
+from meshmuon.transport.host_channel import HostChannel
 from tests.support.processes import GROUP_TIMEOUT, shorten_timeouts
 
 Action = Callable[[], None]
@@ -138,10 +138,11 @@ def hooked(phase: str, action: Action) -> Any:
         return _around_start(phase, action)
     if phase == "making ready":
         return _before(Planner, "confirm", action)
+    if phase == "in the agreement":  # the first round is sent, and that of another rank may be here
+        return _after(HostChannel, "_send", action)
     owner, name = {
         "planning": (LocalPlanner, "plan"),
-        "before the agreement": (Agreement, "start"),
-        "in the agreement": (PendingRounds, "wait"),  # the first round is sent, and that of another rank may be here
+        "before the agreement": (Agreement, "decide"),
         "warm-up exchange": (dist, "all_to_all_single"),  # of ``prepare()``, in which there is no other
         "orthogonalise": (OrthoBatch, "orthogonalise"),
         "adamw": (muon_step, "adamw_step"),
@@ -156,6 +157,17 @@ def _before(owner: Any, name: str, action: Action) -> Any:
     def hooked(*args: Any, **options: Any) -> Any:
         action()
         return original(*args, **options)
+
+    return patch.object(owner, name, hooked)
+
+
+def _after(owner: Any, name: str, action: Action) -> Any:
+    original = getattr(owner, name)
+
+    def hooked(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        action()
+        return result
 
     return patch.object(owner, name, hooked)
 

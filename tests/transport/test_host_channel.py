@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +22,7 @@ import pytest
 
 from meshmuon.transport import connecting, host_channel
 from meshmuon.transport.connecting import PROTOCOL, Connecting, Door, Listener, UnreachableError
-from meshmuon.transport.host_channel import HostChannel, PendingRounds, open_channel
+from meshmuon.transport.host_channel import HostChannel, open_channel
 from tests.support.channels import SECONDS, Doors, run_channels
 from tests.support.processes import fork_server
 
@@ -36,7 +36,7 @@ def test_maxima(size: int) -> None:
     turns = [[tuple(rng.randint(-LARGEST, LARGEST) for _ in range(7)) for _ in range(size)] for _ in range(4)]
 
     def main(channel: HostChannel, position: int) -> list[tuple[int, ...]]:
-        return [channel.start_maximum(words[position], SECONDS).wait() for words in turns]
+        return [channel.maximum(words[position], SECONDS) for words in turns]
 
     expected = [tuple(map(max, *words, words[0])) for words in turns]
     assert run_channels(size, main) == [expected] * size
@@ -48,40 +48,11 @@ def test_gathers(size: int) -> None:
 
     def main(channel: HostChannel, position: int) -> list[Any]:
         value = {"rank": position, "text": "x" * (0 if position % 2 else 3_000_000)}
-        results: list[Any] = [channel.start_maximum((position,), SECONDS).wait(), channel.all_gather(value, SECONDS)]
-        return [*results, channel.all_gather(position, SECONDS), channel.start_maximum((-position,), SECONDS).wait()]
+        results: list[Any] = [channel.maximum((position,), SECONDS), channel.all_gather(value, SECONDS)]
+        return [*results, channel.all_gather(position, SECONDS), channel.maximum((-position,), SECONDS)]
 
     values = {100 + k: {"rank": k, "text": "x" * (0 if k % 2 else 3_000_000)} for k in range(size)}
     assert run_channels(size, main) == [[(size - 1,), values, {100 + k: k for k in range(size)}, (0,)]] * size
-
-
-def test_advancing_needs_no_wait() -> None:
-    """While nobody waits, ranks that advance get to the result all the same."""
-
-    def main(channel: HostChannel, position: int) -> tuple[int, ...]:
-        pending = channel.start_maximum((position,), SECONDS)
-        end = time.monotonic() + SECONDS
-        while not pending.advance():
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        return pending.wait()
-
-    assert run_channels(5, main) == [(4,)] * 5
-
-
-def test_the_first_round_is_sent_before_anyone_waits() -> None:
-    """Rank 1 of two gets the result although rank 0 does not even look for it."""
-    done = threading.Event()
-
-    def main(channel: HostChannel, position: int) -> tuple[int, ...]:
-        pending = channel.start_maximum((position,), SECONDS)
-        if position == 0:
-            assert done.wait(SECONDS)
-        words = pending.wait()
-        done.set()
-        return words
-
-    assert run_channels(2, main) == [(1,), (1,)]
 
 
 def sockets_of_this_process() -> set[str]:
@@ -103,7 +74,7 @@ def test_hops_and_connections(size: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def main(channel: HostChannel, position: int) -> tuple[int, int, int]:
         for turn in range(3):
-            assert channel.start_maximum((position, turn), SECONDS).wait() == (size - 1, turn)
+            assert channel.maximum((position, turn), SECONDS) == (size - 1, turn)
         turns.wait(SECONDS)
         counts = len(sockets_of_this_process() - before), channel.connections, len(sends)
         turns.wait(SECONDS)
@@ -118,7 +89,7 @@ def test_hops_and_connections(size: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def find_maximum(channel: HostChannel, position: int) -> tuple[int, ...]:
-    return channel.start_maximum((position,), SECONDS).wait()
+    return channel.maximum((position,), SECONDS)
 
 
 HELLO = struct.pack("!8sHII16s", b"meshmuon", PROTOCOL, 1, 0, bytes(16))
@@ -390,9 +361,9 @@ def test_a_rank_that_leaves(lost: int, killed: bool) -> None:
     """All others hear at once, with or without a last word, also those without a connection to it, and none continues."""
 
     def main(channel: HostChannel, position: int) -> None:
-        channel.start_maximum((1,), SECONDS).wait()
+        channel.maximum((1,), SECONDS)
         if position != lost:
-            channel.start_maximum((2,), SECONDS).wait()
+            channel.maximum((2,), SECONDS)
         elif killed:
             for connection in channel._connections():
                 connection.close()
@@ -408,11 +379,11 @@ def test_a_rank_that_is_late() -> None:
     given_up = threading.Barrier(3)
 
     def main(channel: HostChannel, position: int) -> None:
-        channel.start_maximum((1,), SECONDS).wait()
+        channel.maximum((1,), SECONDS)
         if position == 1:
             given_up.wait(SECONDS)
         try:
-            channel.start_maximum((2,), 0.3 if position != 1 else SECONDS).wait()
+            channel.maximum((2,), 0.3 if position != 1 else SECONDS)
         except RuntimeError:
             channel.end("failed")
             if position != 1:
@@ -430,7 +401,7 @@ def test_timeouts_of_years() -> None:
     def main(channel: HostChannel, position: int) -> Any:
         if position == 1:
             time.sleep(0.05)
-        return channel.start_maximum((position,), 180_000_000.0).wait(), channel.all_gather(position, 180_000_000.0)
+        return channel.maximum((position,), 180_000_000.0), channel.all_gather(position, 180_000_000.0)
 
     assert run_channels(2, main) == [((1,), {100: 0, 101: 1})] * 2
 
@@ -441,10 +412,11 @@ def test_who_is_lost_and_who_has_left(how: str) -> None:
     before, gone, looked = (threading.Barrier(2) for _ in range(3))
 
     def main(channel: HostChannel, position: int) -> Any:
-        channel.start_maximum((1,), SECONDS).wait()
+        channel.maximum((1,), SECONDS)
         if position == 1:
             before.wait(SECONDS)
-            pending = channel.start_maximum((2,), SECONDS) if how == "left" else None  # what was not read yet hides nothing
+            if how == "left":  # what was not read yet hides nothing
+                channel._send(channel._rounds[0][0], memoryview(host_channel._HEADER.pack(1, 0, 2, 8) + bytes(8)))
             if how == "killed":
                 for connection in channel._connections():
                     connection.close()
@@ -452,7 +424,7 @@ def test_who_is_lost_and_who_has_left(how: str) -> None:
                 channel.end("") if how == "failed" else channel.leave()
             gone.wait(SECONDS)
             looked.wait(SECONDS)
-            return pending is None
+            return None
         assert channel.look_for_lost(0.0) == ""
         before.wait(SECONDS)
         gone.wait(SECONDS)
@@ -491,9 +463,10 @@ def test_a_rank_that_fails_behind_a_message_that_nobody_reads() -> None:
 
     def main(channel: HostChannel, position: int) -> bytes:
         if position == 0:
-            pending = PendingRounds(channel._gather("x" * 50_000_000), SECONDS)
+            rest = memoryview(bytes(50_000_000))
             for _ in range(50):  # until the buffers are full
-                pending.advance()
+                rest = channel._send(channel._rounds[0][0], rest)
+            assert rest
             channel.end("failed")
             failed.set()
             read.wait(SECONDS)
@@ -516,7 +489,7 @@ def test_ranks_that_do_not_do_the_same() -> None:
 
     def main(channel: HostChannel, position: int) -> Any:
         if position == 0:
-            return channel.start_maximum((1,) * 7, SECONDS).wait()
+            return channel.maximum((1,) * 7, SECONDS)
         return channel.all_gather("a text that is longer than the words of a maximum, " * 3, SECONDS)
 
     found = run_channels(2, main)
@@ -558,10 +531,10 @@ def test_plain_data_comes_back_as_it_was(value: Any) -> None:
 
 def test_a_channel_that_has_ended_stays_so() -> None:
     def main(channel: HostChannel, position: int) -> str:
-        channel.start_maximum((1,), SECONDS).wait()
+        channel.maximum((1,), SECONDS)
         channel.end("it failed")
         channel.end("again")
-        for call in (lambda: channel.start_maximum((1,), SECONDS), lambda: channel.all_gather(1, SECONDS)):
+        for call in (lambda: channel.maximum((1,), SECONDS), lambda: channel.all_gather(1, SECONDS)):
             with pytest.raises(RuntimeError, match="it failed"):
                 call()
         return "refused"
@@ -586,7 +559,7 @@ def run_in_a_process(work: Callable[[], None]) -> None:
 
 def _fork_holds_no_connection() -> None:
     def main(channel: HostChannel, position: int) -> tuple[int, tuple[int, ...]]:
-        channel.start_maximum((position,), SECONDS).wait()
+        channel.maximum((position,), SECONDS)
         turns.wait(SECONDS)
         status = -1
         if position == 0:
@@ -597,7 +570,7 @@ def _fork_holds_no_connection() -> None:
                 os._exit(len(sockets_of_this_process() & own) if unseen and "fork" in channel.lost else 99)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         turns.wait(SECONDS)
-        return status, channel.start_maximum((position,), SECONDS).wait()
+        return status, channel.maximum((position,), SECONDS)
 
     before = sockets_of_this_process()
     turns = threading.Barrier(2, action=lambda: own.update(sockets_of_this_process() - before))
@@ -606,23 +579,17 @@ def _fork_holds_no_connection() -> None:
     assert len(own) == 4
 
 
-def test_threads_take_short_turns_while_a_vote_sends_and_receives() -> None:
+def test_threads_take_short_turns_while_a_vote_sends_and_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets give up the interpreter lock: a thread that computes would keep it for the usual interval."""
-    seen: list[float] = []
+    seen, usual, send = list[float](), sys.getswitchinterval(), HostChannel._send
 
-    def rounds() -> Generator[list[Any], None, str]:
-        for _ in range(2):
-            seen.append(sys.getswitchinterval())
-            yield [None]
-        return "done"
+    def seeing(channel: HostChannel, *args: Any) -> Any:
+        seen.append(sys.getswitchinterval())
+        return send(channel, *args)
 
-    usual = sys.getswitchinterval()
-    pending = PendingRounds(rounds(), SECONDS)
-    assert sys.getswitchinterval() == usual
-    assert not pending.advance()
-    assert pending.advance()
-    assert pending.wait() == "done"
-    assert seen == [pytest.approx(host_channel._SWITCH_SECONDS)] * 2
+    monkeypatch.setattr(HostChannel, "_send", seeing)
+    assert run_channels(3, find_maximum) == [(2,)] * 3
+    assert seen == [pytest.approx(host_channel._SWITCH_SECONDS)] * 6  # two rounds
     assert sys.getswitchinterval() == usual
 
 

@@ -1,7 +1,7 @@
 """The products and inverses of the iteration, and their implementations for each kind of device.
 
-``symmetric`` knows that its result is symmetric (X·Xᵀ, or products of functions of one symmetric matrix, which commute) and
-computes one triangle. ``general`` is an ordinary product. ``inverses`` is the factor of a rational step. All take (batch, rows,
+``symmetric`` knows that its result is symmetric (X·Xᵀ, or products of functions of one symmetric matrix, which commute), so that
+one triangle is enough. ``general`` is an ordinary product. ``inverses`` is the factor of a rational step. All take (batch, rows,
 cols) operands.
 """
 
@@ -49,7 +49,7 @@ class Products(Protocol):
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
         """``alpha · a·bᵀ + beta · addend``, known to be symmetric. ``out`` overlaps none of the operands."""
-        ...
+        return self.general(a, b.mT, out, addend, alpha=alpha, beta=beta)
 
     def quintic_factor(self, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
         """``a·I + b·gram + c·gram²``. ``out`` does not overlap ``gram``."""
@@ -65,8 +65,10 @@ class Products(Protocol):
         """
         return False
 
-    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
-        """``a·b + beta · addend``. ``out`` overlaps none of the operands."""
+    def general(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor:
+        """``alpha · a·b + beta · addend``. ``out`` overlaps none of the operands."""
         ...
 
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
@@ -114,8 +116,10 @@ class BlockedProducts(Products):
                 out[:, :start, start:stop].copy_(panel[:, :, :start].mT)
         return out
 
-    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
-        self._multiply(a, b, out, addend, 1.0, beta)
+    def general(
+        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor:
+        self._multiply(a, b, out, addend, alpha, beta)
         return out
 
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
@@ -151,17 +155,14 @@ class BlockedProducts(Products):
 class FunctionalProducts(Products):
     """Plain products that return new tensors: what ``torch.compile`` can trace. ``out`` is ignored."""
 
-    def symmetric(
+    def general(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
         if addend is None:
-            return alpha * torch.bmm(a, b.mT) if alpha != 1.0 else torch.bmm(a, b.mT)
+            return alpha * torch.bmm(a, b) if alpha != 1.0 else torch.bmm(a, b)
         if alpha == 0.0:  # as in ``BlockedProducts``
             return beta * addend
-        return torch.baddbmm(addend, a, b.mT, alpha=alpha, beta=beta)
-
-    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
-        return torch.bmm(a, b) if addend is None else torch.baddbmm(addend, a, b, beta=beta)
+        return torch.baddbmm(addend, a, b, alpha=alpha, beta=beta)
 
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
         return plain_inverses(gram, step)

@@ -149,13 +149,10 @@ class RoundedProducts(Products):
         self._summed = min(stored, _SINGLE)
         self._generator = torch.Generator().manual_seed(seed)
 
-    def symmetric(
+    def general(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
-        return out.copy_(self._moved(*exact_product(a, b.mT, addend, alpha=alpha, beta=beta), a.size(-1)))
-
-    def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
-        return out.copy_(self._moved(*exact_product(a, b, addend, beta=beta), a.size(-1)))
+        return out.copy_(self._moved(*exact_product(a, b, addend, alpha=alpha, beta=beta), a.size(-1)))
 
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
         """As in ``Products``. An inverse by Cholesky factors is that of a matrix which is off by a few roundings."""

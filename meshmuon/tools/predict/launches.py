@@ -42,11 +42,6 @@ class Launches:
     def total(self) -> int:
         return self.lists + self.exchanges + self.products + self.rules + self.adamw
 
-    @property
-    def matrices(self) -> int:
-        """Number of matrices that the rank orthogonalises."""
-        return sum(size * times for (size, _, _), times in self.batches.items())
-
     def add(self, other: Launches) -> None:
         for name in ("lists", "exchanges", "products", "rules", "adamw"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -70,10 +70,10 @@ def _read_param(row: Mapping[str, Any], layouts: Sequence[Layout]) -> PlannedPar
         share=row["share"],
         private=row["private"],
         window=None if row["window"] is None else (StridedRange(**row["window"][0]), StridedRange(**row["window"][1])),
-        staged=row.get("staged", False),  # older files lack this, the dtype and bytes on the way back
+        staged=row["staged"],
         how=row["how"],
-        compute_dtype=row.get("compute_dtype", ""),
-        itemsize_back=row.get("bytes_per_element_back"),
+        compute_dtype=row["compute_dtype"],
+        itemsize_back=row["bytes_per_element_back"],
     )
 
 
