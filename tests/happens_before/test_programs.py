@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshmuon.device import Streams
 from meshmuon.execute import build, executor
-from tests.support.happens_before.programs import EVENTS, Program, ProgramParam, random_program
+from tests.support.happens_before.programs import EVENTS, INT8_WIRES, Program, ProgramParam, random_program
 from tests.support.happens_before.removals import SCENARIOS
 from tests.support.happens_before.runs import check, run_program
 from tests.support.happens_before.twin_tensor import TwinTensor
@@ -46,6 +46,7 @@ def test_the_random_programs_are_of_every_kind() -> None:
         *(sum(event in dict(program.events).values() for program in programs) for event in EVENTS),
         sum(program.optimizer == "DistMuon" for program in programs),
         *(sum(program.options.get("metrics") == every for program in programs) for every in (1, 2)),
+        *(sum(program.options.get("comm_dtype") == wire for program in programs) for wire in (torch.float32, *INT8_WIRES)),
         sum(program.options["nonfinite"] == "skip" and program.nonfinite_step is not None for program in programs),
         *(sum(getattr(program, flag) for program in programs) for flag in ("scaled", "clips", "qk_clip", "device_lr")),
         *(sum(getattr(program, flag) for program in programs) for flag in ("own_stream", "fsdp_grads", "host_logits")),
