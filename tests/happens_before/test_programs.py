@@ -140,6 +140,14 @@ def test_guarded_updates_that_are_not_finite(in_host: bool, kernels: str) -> Non
         assert all(torch.equal(weight, first) for weight, first in zip(of_rank, start, strict=True))
 
 
+def test_programs_of_one_process_share_no_tensors() -> None:
+    """Where blocks of int8 momentum lie is cached: the second program would read what the first one's stream has written."""
+    params = (ProgramParam("layers.0.weight", (6, 4), (Shard(0),)),)
+    program = Program((2,), params, options={"ns_steps": 1, "momentum_dtype": torch.int8})
+    check(replace(program, own_stream=True))
+    check(program)
+
+
 def test_without_streams_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorder tells whether work overlaps at all: waves work beside the main stream only if there is another one."""
     program = FUSED
