@@ -515,6 +515,22 @@ def test_hyperball_refuses_a_fused_weight_with_zeros_in_one_part() -> None:
     assert param.detach()[4:].any()
 
 
+@pytest.mark.parametrize("scale", [1e-36, 1e30, 1e36])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hyperball_on_weights_near_the_ends_of_the_range(dtype: torch.dtype, scale: float) -> None:
+    """Weights that are larger or smaller by a power of two take the same steps, up to that power."""
+    factor = 2.0 ** round(math.log2(scale))
+    params = [nn.Parameter((draw((5, 7), 0) * size).to(dtype)) for size in (1.0, factor)]
+    optimizer = optimizer_for(params, rule="hyperball", expert_keys=None)
+    for step in range(3):
+        for param in params:
+            param.grad = draw((5, 7), step).to(dtype)
+        optimizer.step()
+    usual, scaled = (param.detach().double() for param in params)
+    assert usual.ne(draw((5, 7), 0).to(dtype)).any()
+    torch.testing.assert_close(scaled / factor, usual, rtol=0, atol=float(torch.finfo(dtype).eps * usual.abs().max()))
+
+
 FUSED = {"split": (4, 2), "expert_keys": None}
 ZEROS: dict[str, tuple[tuple[int, ...], tuple[slice, ...], dict[str, Any], bool]] = {  # shape, zeros, options; refused
     "half of the rows": ((4, 6), (slice(2, 4),), {"expert_keys": None}, False),
