@@ -19,7 +19,7 @@ from ..device import HOST, Transfers, transfers_for
 from ..layout import Piece
 from ..ortho import Workspace
 from ..plan import BLOCK, SCALE_BYTES, Hops, PieceTransfer, blocks_touched
-from .int8 import Int8View, blocks_in
+from .int8 import Int8Blocks, blocks_in
 
 PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""
@@ -49,7 +49,7 @@ class PlacedPiece:
 class _Block:
     """A rectangle of elements, by its offsets in several tensors; blocks of one kind can move in one copy."""
 
-    kind: tuple[int, ...]  # its height, its width and its row stride in each of the tensors; first column if there are scales
+    kind: tuple[int, ...]  # its height, its width and its row stride in each of the tensors; more in int8
     offsets: tuple[int, ...]
 
 
@@ -63,18 +63,20 @@ def strided_views(placed: Iterable[PlacedPiece], stacked: Tensor, buffer: Tensor
     return of_stacked, of_buffer
 
 
-def int8_views(placed: Iterable[PlacedPiece], numbers: Tensor, buffer: Tensor) -> list[Int8View]:
+def int8_views(placed: Iterable[PlacedPiece], numbers: Tensor, buffer: Tensor) -> tuple[list[Tensor], list[Int8Blocks]]:
     """The same for pieces in int8: their elements at the offset, then their scales.
 
-    ``numbers`` is a batch; or flat, and has the elements of piece k from offset ``position`` on.
+    ``numbers`` is a batch, of which the views have the rest of the blocks that pieces cut; or flat, and has the elements of piece
+    k from offset ``position`` on.
     """
-    views = []
+    of_numbers, of_buffer = [], []
     for run, step in _fewest_runs(list(_int8_blocks(placed, numbers))):
-        height, width, stride, quanta_stride, scale_stride, first = run[0].kind
+        height, width, stride, quanta_stride, scale_stride, first, covered = run[0].kind
         size, scale_bytes = (height, width), (height, SCALE_BYTES * blocks_in(width, first))
         quanta, scales = _view(buffer, run, step, 1, size, quanta_stride), _view(buffer, run, step, 2, scale_bytes, scale_stride)
-        views.append(Int8View(_view(numbers, run, step, 0, size, stride), quanta, scales, first))
-    return views
+        of_numbers.append(_view(numbers, run, step, 0, (height, covered), stride))
+        of_buffer.append(Int8Blocks(quanta, scales, first))
+    return of_numbers, of_buffer
 
 
 def _view(tensor: Tensor, run: Sequence[_Block], step: Sequence[int], which: int, size: tuple[int, int], stride: int) -> Tensor:
@@ -107,10 +109,11 @@ def _int8_blocks(placed: Iterable[PlacedPiece], numbers: Tensor) -> Iterator[_Bl
         for row, row_stop in piece.rows if in_batch else ((0, height),):
             left = 0
             for col, col_stop in piece.cols:
-                at_block = at_scales + SCALE_BYTES * touched.index(col // BLOCK)
-                kind = row_stop - row, col_stop - col, stride, width, scale_stride, col % BLOCK
-                yield _Block(kind, (base + row * stride + (col if in_batch else left), offset + left, at_block))
-                left += col_stop - col
+                size, first, at_block = col_stop - col, col % BLOCK, at_scales + SCALE_BYTES * touched.index(col // BLOCK)
+                begin, end = (col - first, min(stride, -(-col_stop // BLOCK) * BLOCK)) if in_batch else (left, left + size)
+                kind = row_stop - row, size, stride, width, scale_stride, first, end - begin
+                yield _Block(kind, (base + row * stride + begin, offset + left, at_block))
+                left += size
             offset, at_scales = offset + (row_stop - row) * width, at_scales + (row_stop - row) * scale_stride
 
 

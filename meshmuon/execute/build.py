@@ -17,9 +17,9 @@ from .program_builder import MatrixBatch, MatrixRange, ProgramBuilder, batch_siz
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shards import MomentumViews, ShardView, UpdateViews
-from .wave import RankWave, Wave
+from .wave import CopyPairs, RankWave, Wave
 from .weight_sums import WeightSums, new_table
-from .wire_copies import FromInt8, ToInt8, Way, beside_wire, owned_batch, rounds_in_passing, unrounded_buffer, update_views
+from .wire_copies import Way, beside_wire, owned_batch, update_views
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 """Where staged batches are orthogonalised, in turns."""
@@ -154,7 +154,6 @@ class RankProgramBuilder(ProgramBuilder):
                 for name, size in zip(("shards", "gathered", "results"), largest, strict=True):
                     self._buffer(name, waves[0], slot, size)
                 self._stage(waves[0], slot, largest[0])
-            unrounded_buffer(self, waves[0], max(wave_sizes(self.routes[k]).shards for k in waves))
         if self.plan.relayed:
             self._reserve_relays(self.plan.hops, [f"slot {wave % slots}" for wave in range(len(sizes))])
 
@@ -189,23 +188,19 @@ class RankProgramBuilder(ProgramBuilder):
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else gathered
         stage = self._stage(k, slot, sizes.shards)
         near_weights = shards if stage is None else stage.host  # the same shards, in the memory of the weights
-        unrounded = unrounded_buffer(self, k, wave_sizes(routes).shards)
         staying = offsets_of(routes.staying, sizes.staying_offset, lambda piece: wire.nbytes.of(piece).held)  # in bytes
         gather = Way.of(wire.gather, routes.gather_out, routes.gather_in, staying)
         scatter = Way.of(wire.scatter, routes.scatter_in, routes.scatter_out, staying)
-        filled, rounding = beside_wire(gather, near_weights, None if rounds_in_passing(self, k) else unrounded, ToInt8)
-        in_int8 = scatter.dtype == torch.int8
-        received, restoring = beside_wire(scatter, near_weights, unrounded if in_int8 else None, FromInt8)
-        sent = {transfer.task for transfer in routes.gather_out}
-        unsent = [(transfer, offset) for transfer, offset in scatter.own if transfer.task not in sent]
+        filled, sent_apart = beside_wire(self, "sent beside wire", k, gather, near_weights)
+        received, received_apart = beside_wire(self, "received beside wire", k, scatter, near_weights)
+        sent = {transfer.task for transfer, _ in filled}
+        unsent = [shard for transfer, shards in received if transfer.task not in sent for shard in shards]
         routes_of_rank = partial(self.routes_of_wave, k)
         relayed = partial(RelayMemory, self.workspace, f"slot {slot}", base=wire.base)
         return Wave(
             params=params,
-            momentum_views=MomentumViews(
-                self.piece_views(*filled), self.step_params, self.piece_views(unsent, near_weights.view(scatter.dtype))
-            ),
-            rounding=rounding,
+            momentum_views=MomentumViews([shard for _, shards in filled for shard in shards], self.step_params, unsent),
+            rounding=CopyPairs(sent_apart.source, sent_apart.target),
             gather=self.prepare_exchange(
                 *gather.of_dtype(gathered, shards), gathers(routes_of_rank), relayed(direction="gather")
             ),
@@ -216,8 +211,8 @@ class RankProgramBuilder(ProgramBuilder):
             scatter=self.prepare_exchange(
                 *scatter.of_dtype(shards, results), scatters(routes_of_rank), relayed(direction="scatter")
             ),
-            restoring=restoring,
-            update_views=update_views(self, k, *received),
+            restoring=received_apart,
+            update_views=update_views(self, k, received),
             frees=frees,
             fallible=any(self.step_params[param].fallible for param in params),
             repeated=self.repeated,

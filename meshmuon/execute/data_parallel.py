@@ -127,7 +127,7 @@ class _DataParallelBuilder(RankProgramBuilder):
             params=self.wave_params[k],
             gather=self.prepare_exchange(received, sent, lambda rank: lists(rank)[::-1], relayed("gather")),
             scatter=self.prepare_exchange(sent, received, lists, relayed("scatter")),
-            not_owned=self.piece_views(offsets_of(routes.scatter_in), sent),
+            not_owned=[shard for placed in offsets_of(routes.scatter_in) for shard in self.piece_views(*placed, sent)],
             owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in batches],
         )
 
@@ -141,10 +141,10 @@ class _DataParallelBuilder(RankProgramBuilder):
             return [shard for owned, matrix in zip(batch, matrices, strict=True) for shard in self.shard_views(owned, matrix)]
 
         def views_of(rank: int) -> list[Tensor]:
-            return [shard.view for shard in shards(received[received_at[rank, matrix.task] :][:size] for matrix in batch)]
+            return [shard.tensor for shard in shards(received[received_at[rank, matrix.task] :][:size] for matrix in batch)]
 
         whole_averages = [averages[average_at[matrix.task] :][:size] for matrix in batch]
-        of_averages = [shard.view for shard in shards(whole_averages)]
+        of_averages = [shard.tensor for shard in shards(whole_averages)]
         own = [
             replace(shard, gradient=average)
             for shard, average in zip(shards(torch.split(ortho_batch.stacked, 1)), of_averages, strict=True)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..device import copy_to
-from .int8 import dequantise_views, quantise_views
+from .int8 import Int8Blocks, Numbers, dequantise, quantise, round_to_int8, row_cuts
 from .int8_momentum import Int8Momentum
-from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, is_narrow
+from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, chunks_of, is_narrow, scratch_for, together
 
 Tensors: TypeAlias = "list[Tensor]"
 
@@ -44,6 +44,8 @@ class OldMomenta:
         lists = self.momenta, self.before, self.scales, self.scales_before
         return OldMomenta(*(list(compress(tensors, selectors)) for tensors in lists))
 
+
+_FILLED_AT_ONCE = 1 << 19  # elements, before they are rounded
 
 _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
@@ -103,11 +105,13 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], 
 
 
 def fill_with_momentum(
-    views: Tensors, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None, gain: float = 1.0
+    views: Tensors | None, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None, gain: float = 1.0
 ) -> None:
-    """M ← retain·M + gain·G, and V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
+    """M ← retain·M + gain·G; if there are views, V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
     grads = _scaled(grads, gain)
     accumulate(momenta, grads, retain)
+    if views is None:
+        return
     if momentum is None:
         torch._foreach_copy_(views, momenta)
     else:
@@ -156,32 +160,49 @@ class Elementwise:
     def compile(self, work: Callable[[], object]) -> None:
         """Compiles the kernels that ``work`` would launch, and writes no element; only where there are any."""
 
-    accumulate = staticmethod(accumulate)
-    fill = staticmethod(fill_with_momentum)
-
-    def fill_int8(
+    def fill(
         self,
-        views: Tensors | None,
+        views: Sequence[Numbers] | None,
         grads: Tensors,
-        momenta: Sequence[Int8Momentum],
+        momenta: Sequence[Tensor | Int8Momentum],
         retain: float | Tensor,
         momentum: float | None,
         gain: float = 1.0,
     ) -> None:
-        """As ``fill``, or as ``accumulate`` without views, with momenta in int8: they are rounded after the views are filled."""
-        for k, (grad, buffer) in enumerate(zip(grads, momenta, strict=True)):
-            numbers = buffer.numbers()
-            before = numbers.clone() if isinstance(retain, Tensor) else None  # a device that must skip the step retains 1
-            if views is None:
-                accumulate([numbers], [grad], retain, gain)
-            else:
-                fill_with_momentum([views[k]], [grad], [numbers], retain, momentum, gain)
-            buffer.store(numbers, None if before is None else numbers != before)
+        """As ``fill_with_momentum``. Views of other dtypes than that of the update are rounded once.
+
+        Momenta in int8, all of them or none, are rounded after the views are filled.
+        """
+        in_int8 = [buffer for buffer in momenta if isinstance(buffer, Int8Momentum)]
+        if in_int8:
+            for k, (grad, buffer) in enumerate(zip(grads, in_int8, strict=True)):
+                numbers = buffer.numbers()
+                before = numbers.clone() if isinstance(retain, Tensor) else None  # a device that must skip the step retains 1
+                self.fill(None if views is None else [views[k]], [grad], [numbers], retain, momentum, gain)
+                buffer.store(numbers, None if before is None else numbers != before)
+            return
+        buffers = [buffer for buffer in momenta if isinstance(buffer, Tensor)]
+        wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+        as_they_are = None if views is None else [v for v in views if isinstance(v, Tensor) and v.dtype == wide]
+        if views is None or (as_they_are is not None and len(as_they_are) == len(views)):
+            fill_with_momentum(as_they_are, grads, buffers, retain, momentum, gain)
+            return
+        scratch = scratch_for(grads[0].device)
+        cuts = (
+            (view[cut], grad[cut], buffer[cut]) if cut else (view, grad, buffer)
+            for view, grad, buffer in zip(views, grads, buffers, strict=True)
+            for cut in (row_cuts(view) if isinstance(view, Int8Blocks) else chunks_of(view.shape, view.device))
+        )
+        for chunk in together(cuts, lambda cut: cut[1].numel(), _FILLED_AT_ONCE):
+            v, g, m = (list(operand) for operand in zip(*chunk, strict=True))
+            filled = scratch.take_like("filled", g, wide)
+            fill_with_momentum(filled, g, m, retain, momentum, gain)
+            self.copy(v, filled)
 
     def apply(
         self,
         params: list[Tensor],
-        updates: list[Tensor],
+        updates: Sequence[Numbers],
         decay: float | Tensor,
         rate: float | Tensor,
         *,
@@ -194,21 +215,41 @@ class Elementwise:
 
         With ``old_momenta``, elements whose update is not finite keep weight and momentum.
         """
-        finite = [torch.isfinite(update) for update in updates] if old_momenta else []
+        numbers = self.numbers(updates, params, scratch)
+        finite = [torch.isfinite(update) for update in numbers] if old_momenta else []
         before = [param.clone() for param in params] if old_momenta else []
-        apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
+        apply(params, numbers, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
         if old_momenta:
             of_rows = first_columns(finite[: len(old_momenta.scales)], old_momenta.scales)
             now, old = [*params, *old_momenta.momenta, *old_momenta.scales], old_momenta.before + old_momenta.scales_before
             for target, value, stays in zip(now, before + old, [*finite, *finite, *of_rows], strict=True):
                 target.copy_(torch.where(stays, target, value))
 
-    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        """Copies each source to its target."""
-        torch._foreach_copy_(targets, sources)
+    def numbers(self, updates: Sequence[Numbers], params: Sequence[Tensor], scratch: RoundingScratch | None) -> list[Tensor]:
+        """The updates of ``params``, as they are or, where they are in int8, all of them or none, in ``scratch``."""
+        tensors = [update for update in updates if isinstance(update, Tensor)]
+        if tensors or not updates:
+            return tensors
+        wide = torch.float64 if params[0].dtype == torch.float64 else torch.float32
+        tensors = (scratch or scratch_for(params[0].device)).take_like("restored", params, wide)
+        self.copy(tensors, updates)
+        return tensors
 
-    quantise = staticmethod(quantise_views)
-    dequantise = staticmethod(dequantise_views)
+    def copy(self, targets: Sequence[Numbers], sources: Sequence[Numbers]) -> None:
+        """Copies each source to its target; either list may be in int8. See ``quantise`` for blocks that targets cut."""
+        into = [target for target in targets if isinstance(target, Int8Blocks)]
+        out_of = [source for source in sources if isinstance(source, Int8Blocks)]
+        to, of = ([numbers for numbers in of_list if isinstance(numbers, Tensor)] for of_list in (targets, sources))
+        if into:
+            quantise(of, into)
+        elif out_of:
+            dequantise(out_of, to)
+        else:
+            torch._foreach_copy_(to, of)
+
+    def round_to_int8(self, numbers: Tensor) -> None:
+        """Replaces ``numbers``, whole rows of matrices, by what comes back from int8."""
+        round_to_int8(numbers)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills tensors with ``value`` where ``mask``, on a device, broadcast and constant along rows, is not 0."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +13,15 @@ from torch import Tensor
 from ..device import copy_to
 from ..errors import KernelError
 from .elementwise import Counters, Elementwise, OldMomenta, Tensors, first_columns
-from .int8 import Int8View
+from .int8 import Int8Blocks, Numbers
 from .int8_momentum import Int8Momentum
-from .rounding import RoundingScratch, is_narrow
+from .rounding import RoundingScratch
 
 
 class _Nothing(Elementwise):
     """Leaves everything as it is."""
 
-    accumulate = fill = fill_int8 = apply = copy = fill_if = lambda *_, **__: None  # type: ignore[assignment]
-    quantise = dequantise = staticmethod(lambda views: None)
+    fill = apply = copy = round_to_int8 = fill_if = lambda *_, **__: None  # type: ignore[assignment]
 
 
 _PLAIN = Elementwise()
@@ -38,9 +38,9 @@ class FusedElementwise(Elementwise):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with self._kernel_errors():
-            from .int8_kernels import Int8ListKernels
+            from .list_kernels import ListKernels
 
-            self._kernels = Int8ListKernels()
+            self._kernels = ListKernels()
 
     def compile(self, work: Callable[[], object]) -> None:
         self._plain, self._kernels.only_compiles = _Nothing(), self._kernel_errors
@@ -59,51 +59,36 @@ class FusedElementwise(Elementwise):
                 'mended, pass kernels="torch".'
             ) from error
 
-    def accumulate(self, momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
-        for fused, (m, g) in _by_dtype(momenta, grads):
-            (self._kernels if fused else self._plain).accumulate(m, g, retain, gain)
-
     def fill(
-        self, views: Tensors, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None, gain: float = 1.0
-    ) -> None:
-        for fused, (v, g, m) in _by_dtype(views, grads, momenta):
-            if fused:
-                self._kernels.fill(v, g, m, retain, momentum, gain)
-                continue
-            narrow = is_narrow(v[0].dtype)
-            wide = [torch.empty_like(view, dtype=torch.float32) for view in v] if narrow else v
-            self._plain.fill(wide, g, m, retain, momentum, gain)
-            if narrow:  # rounded once, as by the kernels
-                torch._foreach_copy_(v, wide)
-
-    def fill_int8(
         self,
-        views: Tensors | None,
+        views: Sequence[Numbers] | None,
         grads: Tensors,
-        momenta: Sequence[Int8Momentum],
+        momenta: Sequence[Tensor | Int8Momentum],
         retain: float | Tensor,
         momentum: float | None,
         gain: float = 1.0,
     ) -> None:
-        by_dtypes: dict[Hashable, list[list[Tensor]]] = {}
-        for k, (grad, buffer) in enumerate(zip(grads, momenta, strict=True)):
-            tensors = [grad, buffer.quanta] if views is None else [grad, buffer.quanta, views[k]]
-            ((fused, _),) = _by_dtype(*([tensor] for tensor in tensors))
-            if fused and (joined := buffer.with_joined_columns(tensors)) is not None:
-                by_dtypes.setdefault(tuple(tensor.dtype for tensor in tensors), []).append(joined)
-                continue
-            wide = None if views is None else torch.empty_like(views[k], dtype=_wider(views[k].dtype))
-            self._plain.fill_int8(None if wide is None else [wide], [grad], [buffer], retain, momentum, gain)
-            if views is not None and wide is not None:  # rounded once, as by the kernels
-                self._plain.copy([views[k]], [wide])
-        for members in by_dtypes.values():
-            g, quanta, *v, scales = (list(of_list) for of_list in zip(*members, strict=True))
-            self._kernels.fill_int8(v[0] if v else None, g, (quanta, scales), retain, momentum, gain)
+        def joined(k: int) -> Sequence[Any] | None:
+            buffer = momenta[k]
+            in_blocks = buffer.as_blocks() if isinstance(buffer, Int8Momentum) else buffer
+            operands = [grads[k], in_blocks] if views is None else [grads[k], in_blocks, views[k]]
+            return _with_joined_columns(operands)
+
+        rest = list[int]()
+        for fused, indices, operands in _by_dtype(map(joined, range(len(grads)))):
+            if fused:
+                g, m, *v = operands
+                self._kernels.fill(v[0] if v else None, g, m, retain, momentum, gain)
+            else:
+                rest += indices
+        if rest:
+            views, momenta = None if views is None else [views[k] for k in rest], [momenta[k] for k in rest]
+            self._plain.fill(views, [grads[k] for k in rest], momenta, retain, momentum, gain)
 
     def apply(
         self,
         params: list[Tensor],
-        updates: list[Tensor],
+        updates: Sequence[Numbers],
         decay: float | Tensor,
         rate: float | Tensor,
         *,
@@ -112,7 +97,14 @@ class FusedElementwise(Elementwise):
         scratch: RoundingScratch | None = None,
         old_momenta: OldMomenta | None = None,
     ) -> None:
-        ((fused, _), *others) = _by_dtype(params, updates, *((old_momenta.momenta, old_momenta.before) if old_momenta else ()))
+        kept = () if old_momenta is None else (old_momenta.momenta, old_momenta.before)
+        entries = [_with_joined_columns(operands) for operands in zip(params, updates, *kept, strict=True)]
+        # The random bits of an element follow from its place in all dims.
+        joins = counters is not None and any(len(u.shape) != param.dim() for u, param in zip(updates, params, strict=True))
+        if joins or any(entry is None for entry in entries):
+            updates = self.numbers(updates, params, scratch)
+            entries = [list(operands) for operands in zip(params, updates, *kept, strict=True)]
+        ((fused, _, operands), *others) = _by_dtype(entries)
         assert old_momenta or not others, "the parameters have one dtype, and so have the updates"
         if not fused or others:
             self._plain.apply(
@@ -120,29 +112,31 @@ class FusedElementwise(Elementwise):
             )
             return
         hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
-        kept = None if old_momenta is None else (old_momenta.momenta, old_momenta.before)
-        self._kernels.apply(params, updates, decay, rate, cautious=cautious, counters=hashed, old_momenta=kept)
+        params, changes, *guarded = operands
+        both = (guarded[0], guarded[1]) if guarded else None
+        self._kernels.apply(params, changes, decay, rate, cautious=cautious, counters=hashed, old_momenta=both)
         if old_momenta is not None and old_momenta.scales:
-            self._kernels.restore(old_momenta.scales, old_momenta.scales_before, first_columns(updates, old_momenta.scales))
+            seen = [update.scales[..., 1:] if isinstance(update, Int8Blocks) else update for update in updates]
+            self._kernels.restore(old_momenta.scales, old_momenta.scales_before, first_columns(seen, old_momenta.scales))
 
-    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        for fused, (t, s) in _by_dtype(targets, sources):
+    def copy(self, targets: Sequence[Numbers], sources: Sequence[Numbers]) -> None:
+        for fused, _, (t, s) in _by_dtype(zip(targets, sources, strict=True)):
             (self._kernels if fused else self._plain).copy(t, s)
 
-    def quantise(self, views: Sequence[Int8View]) -> None:
-        (self._kernels if _is_fused(views[0].numbers) else self._plain).quantise(views)
-
-    def dequantise(self, views: Sequence[Int8View]) -> None:
-        (self._kernels if _is_fused(views[0].numbers) else self._plain).dequantise(views)
+    def round_to_int8(self, numbers: Tensor) -> None:
+        if _is_fused(numbers):
+            self._kernels.copy([numbers], [numbers], through_int8=True)
+        else:
+            self._plain.round_to_int8(numbers)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
-        for fused, (of_dtype,) in _by_dtype(tensors):
+        for fused, _, (of_dtype,) in _by_dtype(zip(tensors)):
             (self._kernels if fused else self._plain).fill_if(of_dtype, copy_to(mask, of_dtype[0].device), value)
 
     def any_nonfinite(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
         device = tensors[0].device if device is None else device
         flags, others = {device: torch.zeros(1, device=device)}, list[Tensor]()
-        for fused, (of_dtype,) in _by_dtype(tensors):
+        for fused, _, (of_dtype,) in _by_dtype(zip(tensors)):
             if fused:
                 place = of_dtype[0].device
                 if place not in flags:
@@ -154,23 +148,41 @@ class FusedElementwise(Elementwise):
         return reduce(torch.logical_or, (copy_to(flag, device) for flag in found))
 
 
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if is_narrow(dtype) else dtype
-
-
 _FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
 
 
-def _by_dtype(*lists: Sequence[Tensor]) -> Iterator[tuple[bool, list[list[Tensor]]]]:
-    """The lists cut into such with one dtype and device each, and whether the kernels know them."""
-    groups: dict[Hashable, list[tuple[Tensor, ...]]] = {}
-    for tensors in zip(*lists, strict=True):
-        groups.setdefault(tuple((tensor.dtype, tensor.device) for tensor in tensors), []).append(tensors)
-    for members in groups.values():
-        place = members[0][0].device
-        fused = all(_is_fused(tensor) and tensor.device == place for tensor in members[0])
-        yield fused, [list(of_list) for of_list in zip(*members, strict=True)]
+def _with_joined_columns(operands: Sequence[Numbers | None]) -> Sequence[Any] | None:
+    """``operands`` of equal elements; if one is in int8, all with their columns as one dim. None if there is no such view."""
+    blocks = [numbers for numbers in operands if isinstance(numbers, Int8Blocks)]
+    if any(numbers is None for numbers in operands):
+        return None
+    if not blocks:
+        return operands
+    shape, first = blocks[0].shape, blocks[0].first
+    if any(numbers.shape != shape or numbers.first != first for numbers in blocks):
+        return None
+    try:
+        return [n.view(shape) if isinstance(n, Tensor) and n.shape != shape else n for n in operands]
+    except RuntimeError:
+        return None
 
 
-def _is_fused(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and tensor.dtype in _FUSED
+def _by_dtype(entries: Iterable[Sequence[Numbers] | None]) -> Iterator[tuple[bool, list[int], list[list[Any]]]]:
+    """The entries cut into such with the same dtypes and devices, as lists, and whether the kernels know them.
+
+    Beside the lists there are the indices of their entries. Those that are None come together, without lists.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    entries = list(entries)
+    for k, entry in enumerate(entries):
+        kinds = None if entry is None else tuple((type(numbers), numbers.dtype, numbers.device) for numbers in entry)
+        groups.setdefault(kinds, []).append(k)
+    for indices in groups.values():
+        members = [entry for entry in map(entries.__getitem__, indices) if entry is not None]
+        place = members[0][0].device if members else None
+        fused = bool(members) and all(_is_fused(numbers) and numbers.device == place for numbers in members[0])
+        yield fused, indices, [list(of_list) for of_list in zip(*members, strict=True)]
+
+
+def _is_fused(numbers: Numbers) -> bool:
+    return numbers.device.type == "cuda" and numbers.dtype in _FUSED

@@ -1,19 +1,18 @@
 """Numbers as int8 with one scale per block: the quantiser of what travels and of what is stored in int8.
 
 A block is up to 128 consecutive elements of a row of a matrix: columns 0 to 127, 128 to 255, and so on, counted from the first
-column of the whole matrix (its last dim, as stored). The last block of a row may be shorter. A tensor that holds columns
-``first`` to ``first + n`` of a matrix touches ``blocks_in(n, first)`` blocks per row. If it holds whole blocks only, it gets the
-bits that the whole matrix would get; who cuts a block must know the scale of the whole block.
+column of the whole matrix (its last dim, as stored). The last block of a row may be shorter. Columns ``first`` to ``first + n``
+touch ``blocks_in(n, first)`` blocks per row. Whole blocks get the bits that the whole matrix would get. Who writes a part of a
+block must know all of it.
 
-- ``quantise(numbers, quanta, scales, first)`` writes int8 and the scales, bfloat16 of shape ``scales_shape(shape, first)``.
-  They may also be given as their bytes: int8, twice as many in the last dim, at any address.
-- ``dequantise(quanta, scales, out, first)`` is quanta · scale, which is exact in float32; ``out`` rounds to its dtype.
-- ``round_to_int8(numbers, first)`` is both in place: what arrives after a journey in int8.
-- ``scales_from(amax)`` and ``quanta_of(numbers, scales)`` are the halves of ``quantise``, for scales that are found elsewhere.
+- ``quantise(numbers, into)`` writes lists of numbers as quanta and scales.
+- ``dequantise(of, out)`` is quanta · scale, which is exact in float32; ``out`` rounds to its dtype.
+- ``round_to_int8(numbers)`` is both in place: what arrives after a journey in int8.
+- ``scales_from(largest)`` and ``quanta_of(numbers, scales)`` are the halves of ``quantise``, for scales that are found elsewhere.
 
 The scale is amax/127 in float32, rounded up to bfloat16: the range of float32 in 2 bytes per 128 elements (1.6 %).
-A quantum is number/scale, rounded to the nearest integer, of two nearest to the even one; with random ``words``, to one of the
-two neighbours so that the mean is exact. Numbers of float64 are rounded to float32 first. The ends of the range:
+A quantum is number/scale, rounded to the nearest integer, of two nearest to the even one. Numbers of float64 are rounded to
+float32 first. The ends of the range:
 
 | block | scale | what comes back |
 |---|---|---|
@@ -29,9 +28,9 @@ an element lies; so does the twin in ``list_kernels``.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ from torch import Tensor
 from ..device import known_to_host
 from ..plan import BLOCK as BLOCK  # other rooms read both from here
 from ..plan import SCALE_BYTES as SCALE_BYTES
-from .rounding import RandomWords, RoundingScratch, chunks_of, noise_from
+from .rounding import cuts_within, scratch_for, together
 
 SCALE_DTYPE = torch.bfloat16
 
@@ -48,24 +47,44 @@ PER_AMAX, LEAST_SCALE, MOST_SCALE = 0.007874015718698502, 2.0**-126, 2.679225179
 ROUNDS = 1.5 * 2**23  # added to a number of less than 2²² in float32, leaves the nearest integer; of two, the even one
 
 
-@dataclass(frozen=True, slots=True)
-class Int8View:
-    """Numbers, and where they are in int8: views of shapes (…, rows, cols), the scales as bytes, (…, rows, 2 · blocks)."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Blocks:
+    """Where numbers are in int8: views, the columns of which are one dim."""
 
-    numbers: Tensor
-    quanta: Tensor
-    scales: Tensor
-    first: int  # column of the whole matrix where they begin, modulo ``BLOCK``
-    # For kernels, equal shapes (…, blocks, elements of a block): numbers, quanta, and the first byte of the scale of each.
-    parts: tuple[tuple[Tensor, Tensor, Tensor], ...] = field(init=False, repr=False)
+    quanta: Tensor  # (…, rows, cols)
+    scales: Tensor  # as bytes, which may begin at any address: (…, rows, 2 · blocks)
+    first: int = 0  # column of the whole matrix where they begin, modulo ``BLOCK``
 
-    def __post_init__(self) -> None:
-        parts = []
-        for cols, blocks in parts_of(self.numbers.shape[-1], self.first):
-            numbers, quanta = blocked(self.numbers[..., cols]), blocked(self.quanta[..., cols])
-            scales = self.scales[..., _byte_range(blocks)][..., ::SCALE_BYTES]
-            parts.append((numbers, quanta, scales.unsqueeze(-1).expand(numbers.shape)))
-        object.__setattr__(self, "parts", tuple(parts))
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.quanta.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.quanta.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.quanta.shape
+
+    def __getitem__(self, rows: tuple[slice, ...]) -> Int8Blocks:
+        return Int8Blocks(self.quanta[rows], self.scales[rows], self.first)
+
+    def part_of(self, numbers: Tensor) -> Tensor:
+        """What is for these elements in numbers that may also have the rest of the blocks that are cut."""
+        return numbers[..., self.first : self.first + self.shape[-1]] if numbers.shape[-1] != self.shape[-1] else numbers
+
+    def by_length(self, numbers: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+        """The length of blocks, and their ``numbers``, quanta and scales: of a cut first one, of whole ones, of a short one."""
+        if not self.first and not self.shape[-1] % BLOCK:
+            yield BLOCK, (numbers, self.quanta, self.scales)
+            return
+        for length, cols, blocks in parts_of(self.shape[-1], self.first):
+            scales = self.scales[..., SCALE_BYTES * blocks.start : SCALE_BYTES * blocks.stop]
+            yield length, (numbers[..., cols], self.quanta[..., cols], scales)
+
+
+Numbers: TypeAlias = "Tensor | Int8Blocks"
 
 
 def blocks_in(cols: int, first: int = 0) -> int:
@@ -83,129 +102,107 @@ def scales_shape(shape: Sequence[int], first: int = 0) -> tuple[int, ...]:
     return (*shape[:-1], blocks_in(shape[-1], first))
 
 
-def quantise(
-    numbers: Tensor,
-    quanta: Tensor,
-    scales: Tensor,
-    first: int = 0,
-    words: RandomWords | None = None,
-    scratch: RoundingScratch | None = None,
-) -> None:
-    """Writes ``numbers`` as ``quanta``, int8, and ``scales``, bfloat16. ``words`` are random words for stochastic rounding."""
-    scratch = RoundingScratch() if scratch is None else scratch
-    for cut in _cuts(numbers):
-        rows, quanta_rows, scale_rows = numbers[cut], quanta[cut], scales[cut]
-        noise = None if words is None else noise_from(words.cut_out(cut), rows.shape, scratch)
-        for cols, blocks in parts_of(numbers.shape[-1], first):
-            part = blocked(rows[..., cols])
-            if part.dtype != torch.float32:
-                part = scratch.take("wide", part.shape, torch.float32, part.device).copy_(part)
-            ratios = scratch.take("ratios", part.shape, torch.float32, part.device)
-            scale = scales_from(torch.abs(part, out=ratios).amax(-1))
-            of_part = None if noise is None else blocked(noise[..., cols])
-            blocked(quanta_rows[..., cols]).copy_(quanta_of(part, scale.unsqueeze(-1), of_part, ratios))
+def quantise(numbers: Sequence[Tensor], into: Sequence[Int8Blocks]) -> None:
+    """Writes ``numbers``. They have the rest of the blocks that ``into`` cuts; if it cuts none, any dims of columns."""
+    for chunk in _chunks([n.flatten(target.quanta.dim() - 1) for n, target in zip(numbers, into, strict=True)], into):
+        cut = {
+            k: torch.empty_like(rows, dtype=torch.int8) for k, (rows, target) in enumerate(chunk) if rows.shape != target.shape
+        }
+        whole = [Int8Blocks(cut[k], target.scales) if k in cut else target for k, (_, target) in enumerate(chunk)]
+        for length, (parts, quanta, scales) in _by_length([rows for rows, _ in chunk], whole):
+            ratios, of_parts = _in_one(parts, torch.float32)
+            torch._foreach_copy_(of_parts, parts)
+            ratios = ratios.view(-1, length)
+            scale = scales_from(torch.maximum(ratios.amax(-1), ratios.amin(-1).neg_()))
+            quanta_of(ratios, scale.unsqueeze(-1), out=ratios)
+            torch._foreach_copy_(quanta, of_parts)
             # By its bits: what a NaN becomes in a conversion depends on the CPU.
-            narrow = (scale.view(torch.int32) >> 16).to(torch.int16).view(SCALE_DTYPE)
-            if scales.dtype == torch.int8:
-                scale_rows[..., _byte_range(blocks)] = narrow.view(torch.int8)
-            else:
-                scale_rows[..., blocks] = narrow
+            narrow, of_parts = _in_one(scales, torch.int8)
+            narrow.view(torch.int16).copy_(scale.view(torch.int32) >> 16)
+            torch._foreach_copy_(scales, of_parts)
+        for k, quanta_of_blocks in cut.items():
+            chunk[k][1].quanta.copy_(chunk[k][1].part_of(quanta_of_blocks))
 
 
-def quanta_of(numbers: Tensor, scales: Tensor, noise: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """The quanta of float32 ``numbers``, as float32: number/scale, rounded; with ``noise``, 16 random bits each, stochastically.
-
-    Broadcast to them, ``scales`` are those of the whole blocks, in float32.
-    """
-    ratios = torch.div(numbers, scales, out=out)
-    if noise is None:
-        ratios.add_(ROUNDS).sub_(ROUNDS)  # as ``round_``, and 20 times as fast
-    else:  # a multiple of 2⁻¹⁶ and a half of it: an integer stays what it is
-        ratios.add_(noise.float().add_(0.5).mul_(2.0**-16)).floor_()
-    lost = torch.isnan(scales)
-    if not known_to_host(lost) or lost.any():
-        ratios.masked_fill_(lost, 0)  # a NaN may become any integer
-    return ratios.clamp_(-127, 127)
+def quanta_of(numbers: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
+    """The quanta of float32 ``numbers``, as float32; ``scales``, broadcast to them, are those of the whole blocks in float32."""
+    ratios = torch.div(numbers, scales, out=out).round_()
+    if known_to_host(scales) and scales.max() < MOST_SCALE:  # neither NaN nor one whose 127-fold is exceeded
+        return ratios
+    return ratios.masked_fill_(torch.isnan(scales), 0).clamp_(-127, 127)  # a NaN may become any integer
 
 
-def dequantise(quanta: Tensor, scales: Tensor, out: Tensor, first: int = 0, scratch: RoundingScratch | None = None) -> None:
-    """``out`` ← quanta · scale, computed in float32 and rounded to the dtype of ``out``."""
-    scratch = RoundingScratch() if scratch is None else scratch
-    for cut in _cuts(quanta):
-        quanta_rows, scale_rows, out_rows = quanta[cut], scales[cut], out[cut]
-        for cols, blocks in parts_of(quanta.shape[-1], first):
-            part, target = blocked(quanta_rows[..., cols]), blocked(out_rows[..., cols])
-            numbers = target if out.dtype == torch.float32 else scratch.take("ratios", part.shape, torch.float32, part.device)
-            as_bytes = scales.dtype == torch.int8  # which may begin at any address
-            scale = scale_rows[..., _byte_range(blocks)].clone().view(SCALE_DTYPE) if as_bytes else scale_rows[..., blocks]
-            torch.mul(part, scale.unsqueeze(-1).float(), out=numbers)
-            if numbers is not target:
-                target.copy_(numbers)
+def dequantise(of: Sequence[Int8Blocks], out: Sequence[Tensor]) -> None:
+    """``out`` ← quanta · scale, computed in float32 and rounded to the dtype of ``out``. Its columns may be several dims."""
+    for chunk in _chunks([target.view(source.shape) for target, source in zip(out, of, strict=True)], of):
+        for length, (targets, quanta, scales) in _by_length([rows for rows, _ in chunk], [source for _, source in chunk]):
+            numbers, of_parts = _in_one(targets, torch.float32)
+            torch._foreach_copy_(of_parts, quanta)
+            narrow, of_scales = _in_one(scales, torch.int8)
+            torch._foreach_copy_(of_scales, scales)
+            numbers.view(-1, length).mul_(narrow.view(SCALE_DTYPE).unsqueeze(-1))
+            torch._foreach_copy_(targets, of_parts)
 
 
-def quantise_views(views: Sequence[Int8View]) -> None:
-    """Writes the numbers of each view, which have one dtype and device, as int8."""
-    scratch = _kept_scratch(views)
-    for view in views:
-        quantise(view.numbers, view.quanta, view.scales, view.first, scratch=scratch)
+def round_to_int8(numbers: Tensor) -> None:
+    """Replaces ``numbers``, whole rows of matrices, by what comes back from int8."""
+    scales = (*numbers.shape[:-1], SCALE_BYTES * blocks_in(numbers.shape[-1]))
+    blocks = Int8Blocks(torch.empty_like(numbers, dtype=torch.int8), torch.empty(scales, dtype=torch.int8, device=numbers.device))
+    quantise([numbers], [blocks])
+    dequantise([blocks], [numbers])
 
 
-def dequantise_views(views: Sequence[Int8View]) -> None:
-    """Writes the int8 of each view as numbers, which have one dtype and device."""
-    scratch = _kept_scratch(views)
-    for view in views:
-        dequantise(view.quanta, view.scales, view.numbers, view.first, scratch=scratch)
+_AT_ONCE = 1 << 19  # elements
 
 
-_of_thread = threading.local()
+def _chunks(numbers: Sequence[Tensor], blocks: Sequence[Int8Blocks]) -> Iterator[list[tuple[Tensor, Int8Blocks]]]:
+    """Whole rows of numbers and of their blocks. Large tensors are cut, small ones share a chunk: each takes many operations."""
+    rows = (
+        (of_tensor[cut], of_blocks[cut]) if cut else (of_tensor, of_blocks)
+        for of_tensor, of_blocks in zip(numbers, blocks, strict=True)
+        for cut in row_cuts(of_tensor)
+    )
+    return together(rows, lambda pair: pair[0].numel(), _AT_ONCE)
 
 
-def _kept_scratch(views: Sequence[Int8View]) -> RoundingScratch:
-    """A CPU's, which each thread keeps: new memory costs more than the work in it. On a device, streams work at the same time."""
-    if not known_to_host(views[0].numbers):
-        return RoundingScratch()
-    if not hasattr(_of_thread, "scratch"):
-        _of_thread.scratch = RoundingScratch()
-    scratch: RoundingScratch = _of_thread.scratch
-    return scratch
+def row_cuts(numbers: Numbers) -> Iterator[tuple[slice, ...]]:
+    """Whole rows, as many as ``_AT_ONCE`` has."""
+    return cuts_within(numbers.shape[:-1], max(1, _AT_ONCE // numbers.shape[-1])) if numbers.shape.numel() else iter(())
 
 
-def round_to_int8(numbers: Tensor, first: int = 0, words: RandomWords | None = None) -> None:
-    """Replaces ``numbers`` by what comes back from int8."""
-    scratch = RoundingScratch()
-    quanta = torch.empty(numbers.shape, dtype=torch.int8, device=numbers.device)
-    scales = torch.empty(scales_shape(numbers.shape, first), dtype=SCALE_DTYPE, device=numbers.device)
-    quantise(numbers, quanta, scales, first, words, scratch)
-    dequantise(quanta, scales, numbers, first, scratch)
+_Lists: TypeAlias = "tuple[list[Tensor], list[Tensor], list[Tensor]]"
 
 
-def _byte_range(blocks: slice) -> slice:
-    return slice(SCALE_BYTES * blocks.start, SCALE_BYTES * blocks.stop)
+def _by_length(numbers: Sequence[Tensor], blocks: Sequence[Int8Blocks]) -> Iterable[tuple[int, _Lists]]:
+    """Lists of what ``Int8Blocks.by_length`` has, for each length of blocks."""
+    lists: dict[int, _Lists] = {}
+    for tensor, of_tensor in zip(numbers, blocks, strict=True):
+        for length, parts in of_tensor.by_length(tensor):
+            for part, of_length in zip(parts, lists.setdefault(length, ([], [], [])), strict=True):
+                of_length.append(part)
+    return lists.items()
 
 
-def scales_from(amax: Tensor) -> Tensor:
+def _in_one(like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Scratch for all these tensors, one after the other, and its views for each."""
+    sizes, device = [tensor.numel() for tensor in like], like[0].device
+    flat = scratch_for(device).take(f"int8 {dtype}", (sum(sizes),), dtype, device)
+    return flat, [part.view(tensor.shape) for part, tensor in zip(torch.split(flat, sizes), like, strict=True)]
+
+
+def scales_from(largest: Tensor) -> Tensor:
     """The scale of each block, as float32 numbers of bfloat16, from its largest magnitude."""
-    scale = (amax * PER_AMAX).clamp_(LEAST_SCALE, MOST_SCALE)
+    scale = (largest * PER_AMAX).clamp_(LEAST_SCALE, MOST_SCALE)
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-(1 << 16))  # up to the next number of bfloat16
-    return scale.masked_fill_(~torch.isfinite(amax), math.nan)
+    return scale.masked_fill_(~torch.isfinite(largest), math.nan)
 
 
-def _cuts(tensor: Tensor) -> Iterator[tuple[slice, ...]]:
-    """Whole rows, as many at a time as a cache holds; four times the usual chunk, since the work has many small parts."""
-    return chunks_of(tensor.shape[:-1], tensor.device, unit=-(-tensor.shape[-1] // 4)) if tensor.numel() else iter(())
-
-
-def parts_of(cols: int, first: int) -> Iterator[tuple[slice, slice]]:
-    """Columns in blocks of equal length, and the numbers of these blocks: the cut first one, whole ones, a short last one."""
+def parts_of(cols: int, first: int = 0) -> Iterator[tuple[int, slice, slice]]:
+    """Blocks of equal length, their columns and their numbers: the cut first one, whole ones, a short last one."""
     start, block = 0, 0
     head = min(cols, -first % BLOCK)
-    for length in (head, (cols - head) // BLOCK * BLOCK, (cols - head) % BLOCK):
-        if length:
-            count = max(1, length // BLOCK)
-            yield slice(start, start + length), slice(block, block + count)
-            start, block = start + length, block + count
-
-
-def blocked(part: Tensor) -> Tensor:
-    """A view of columns from ``parts_of``: (…, blocks, elements of a block)."""
-    return torch.unflatten(part, -1, (max(1, part.shape[-1] // BLOCK), -1))
+    for width in (head, (cols - head) // BLOCK * BLOCK, (cols - head) % BLOCK):
+        if width:
+            count = max(1, width // BLOCK)
+            yield width // count, slice(start, start + width), slice(block, block + count)
+            start, block = start + width, block + count

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..matrices import MatrixSet, StridedRange
-from .int8 import LEAST_SCALE, block_of, blocks_in, dequantise, quanta_of, quantise, scales_from
+from .int8 import LEAST_SCALE, Int8Blocks, block_of, blocks_in, dequantise, quanta_of, quantise, scales_from
 from .views import Cut, cut_out
 
 
@@ -72,25 +71,22 @@ class Int8Momentum:
         """The momentum in float32, in separate memory."""
         if not self.quanta.numel():  # wrappers give empty shards other shapes
             return self.quanta.float()
-        quanta, scales = self._flat(self.quanta), self.scales if self.old_scales is None else self.old_scales
-        if self.blocks.first is None:
-            numbers = quanta * scales.float().index_select(-1, self.blocks.index)
-        else:
-            numbers = torch.empty(quanta.shape, dtype=torch.float32, device=quanta.device)
-            dequantise(quanta, self._whole_blocks(scales), numbers)
+        if (blocks := self.as_blocks()) is not None:
+            numbers = torch.empty(self.quanta.shape, dtype=torch.float32, device=self.quanta.device)
+            dequantise([blocks], [numbers])
+            return numbers
+        scales = self.scales if self.old_scales is None else self.old_scales
+        numbers = self._flat(self.quanta) * scales.float().index_select(-1, self.blocks.index)
         return numbers.view(self.quanta.shape)
 
-    def with_joined_columns(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Views of ``tensors``, which have the shape of ``quanta``, with all columns as one dim, and of the scales of its blocks.
-
-        None if there are no such views, or if its blocks are not whole and in order.
-        """
-        scales = self._whole_blocks(self.scales)
-        if self.blocks.first is None or (scales.shape[-1] > 1 and scales.stride(-1) != 1):
+    def as_blocks(self) -> Int8Blocks | None:
+        """Its blocks, if they are whole and in order, and if its columns can be viewed as one dim and its scales as bytes."""
+        first = self.blocks.first
+        if first is None or self.scales.stride(-1) != 1:
             return None
-        shape = (*scales.shape[:-1], len(self.blocks.index))
+        scales = self.scales[..., first : first + blocks_in(len(self.blocks.index))]
         try:
-            return [*(tensor.view(shape) for tensor in tensors), scales]
+            return Int8Blocks(self.quanta.view(*scales.shape[:-1], len(self.blocks.index)), scales.view(torch.int8))
         except RuntimeError:
             return None
 
@@ -98,16 +94,16 @@ class Int8Momentum:
         """Stores ``numbers``. Blocks without a ``changed`` element, if that is given, stay: rounded again, they might change."""
         if not numbers.numel():
             return
+        blocks = self.as_blocks()
+        if blocks is not None and changed is None:
+            quantise([numbers], [blocks])
+            return
         numbers = self._flat(numbers)
-        if self.blocks.first is not None and changed is None:
-            quanta = torch.empty(numbers.shape, dtype=torch.int8, device=numbers.device)
-            quantise(numbers, quanta, self._whole_blocks(self.scales))
-        else:
-            if self.old_scales is None:
-                changed = torch.ones_like(numbers) if changed is None else changed.float()
-                self.store_scales(self.largest(numbers), self.largest(changed))
-            divisors = self.scales.float().clamp_(min=LEAST_SCALE)  # new ones are zeros
-            quanta = quanta_of(numbers, divisors.index_select(-1, self.blocks.index))
+        if self.old_scales is None:
+            changed = torch.ones_like(numbers) if changed is None else changed.float()
+            self.store_scales(self.largest(numbers), self.largest(changed))
+        divisors = self.scales.float().clamp_(min=LEAST_SCALE)  # new ones are zeros
+        quanta = quanta_of(numbers, divisors.index_select(-1, self.blocks.index))
         self.quanta.copy_(quanta.view(self.quanta.shape))
 
     def store_scales(self, largest: Tensor, changed: Tensor) -> None:
@@ -125,7 +121,3 @@ class Int8Momentum:
 
     def _flat(self, tensor: Tensor) -> Tensor:
         return tensor.flatten(self.scales.dim() - 1)
-
-    def _whole_blocks(self, scales: Tensor) -> Tensor:
-        first = self.blocks.first or 0
-        return scales[..., first : first + blocks_in(len(self.blocks.index))]

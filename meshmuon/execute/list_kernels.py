@@ -25,27 +25,31 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from torch import Tensor
 
 from ..device import copy_to
-from .int8 import BLOCK, LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS
+from .int8 import BLOCK, LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS, Int8Blocks, Numbers
 
-TILE = 2048
-"""Elements of a tile."""
+TILE, TILE_OF_BLOCKS = 2048, 1024
+"""Elements of a tile; with numbers in int8, which take more registers."""
 
 DIMS = 4
 """Most dims of a tensor after neighbouring ones are joined, the innermost included."""
 
-# A row of the table: its first tile, tiles side by side, sizes of ``DIMS`` dims; then address and strides of each operand.
-_HEAD = tl.constexpr(2 + DIMS)
+# A row of the table: its first tile, tiles side by side; of blocks that are cut, the columns before the first one and behind the
+# last one; sizes of ``DIMS`` dims; then address and strides of each operand.
+_HEAD = tl.constexpr(4 + DIMS)
 _OPERAND = tl.constexpr(1 + DIMS)
 
 # Constants of ``rounding``.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
-_PER_AMAX, _LEAST_SCALE = tl.constexpr(PER_AMAX), tl.constexpr(LEAST_SCALE)
+_BLOCK, _PER_AMAX, _LEAST_SCALE = tl.constexpr(BLOCK), tl.constexpr(PER_AMAX), tl.constexpr(LEAST_SCALE)
 _MOST_SCALE, _ROUNDS = tl.constexpr(MOST_SCALE), tl.constexpr(ROUNDS)
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3, torch.int8: 3}
 """Dtypes that the kernels read and write, as they are told to the compiler."""
+
+_IN_BLOCKS = tl.constexpr(16)
+# The kind of numbers in int8 whose scales, as bytes, are operand n: ``_IN_BLOCKS`` + n. A row of tiles then has whole blocks.
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -63,7 +67,8 @@ def _locate(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> tl.tensor:
-    # The row of the table of this program's tensor, and the rows and columns of its tile in that tensor.
+    # The row of the table of this program's tensor, and the rows and columns of its tile in that tensor. Tiles begin where blocks
+    # do: where the first block is cut, the first columns are negative.
     program = tl.program_id(0)
     low = program * 0
     high = tensors - 1
@@ -77,10 +82,13 @@ def _locate(
     across = tl.load(entry + 1)
     rows = (tile // across) * tile_rows + tl.arange(0, tile_rows)
     cols = (tile % across) * tile_cols + tl.arange(0, tile_cols)
-    size_0, size_1, size_2, size_3 = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    size_0, size_1, size_2, size_3 = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
     if dense:
-        size_3 = tl.multiple_of(size_3, 8)
-    inside = (rows < size_0 * size_1 * size_2)[:, None] & (cols < size_3)[None, :]
+        of_tensor = cols < tl.multiple_of(size_3, 8)
+    else:
+        cols -= tl.load(entry + 2)
+        of_tensor = (cols >= 0) & (cols < size_3)
+    inside = (rows < size_0 * size_1 * size_2)[:, None] & of_tensor[None, :]
     return entry, rows // (size_1 * size_2), (rows // size_2) % size_1, rows % size_2, cols, inside
 
 
@@ -113,41 +121,63 @@ def _pointers(address: tl.tensor, offsets: tl.tensor, kind: tl.constexpr, dense:
         at = address.to(tl.pointer_type(tl.int16)) + offsets  # the bits of bfloat16
     elif kind == 2:
         at = address.to(tl.pointer_type(tl.float16)) + offsets
-    elif kind == 3:
-        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans, too
-    else:
+    elif kind == 4:
         at = address.to(tl.pointer_type(tl.uint64)) + offsets
+    else:
+        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans, too
     if dense:
         at = tl.multiple_of(at, (16, 16))
     return at
 
 
 @_jit
-def _read(address: tl.tensor, offsets: tl.tensor, inside: tl.tensor, kind: tl.constexpr, dense: tl.constexpr) -> tl.tensor:
+def _read(
+    entry: tl.tensor,
+    operand: tl.constexpr,
+    i0: tl.tensor,
+    i1: tl.tensor,
+    i2: tl.tensor,
+    cols: tl.tensor,
+    inside: tl.tensor,
+    kind: tl.constexpr,
+    dense: tl.constexpr,
+) -> tl.tensor:
+    address, offsets = _offsets(entry, operand, i0, i1, i2, cols, dense)
     numbers = tl.load(_pointers(address, offsets, kind, dense), mask=inside, other=0)
     if kind == 1:
         numbers = (numbers.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif kind == 2:
         numbers = numbers.to(tl.float32)
+    elif kind >= _IN_BLOCKS:
+        numbers = numbers.to(tl.float32) * _of_elements(_read_scales(entry, kind - _IN_BLOCKS, i0, i1, i2, cols, inside))
     return numbers
 
 
 @_jit
 def _write(
-    address: tl.tensor,
-    offsets: tl.tensor,
+    entry: tl.tensor,
+    operand: tl.constexpr,
+    i0: tl.tensor,
+    i1: tl.tensor,
+    i2: tl.tensor,
+    cols: tl.tensor,
     inside: tl.tensor,
-    numbers: tl.tensor,
+    numbers: tl.tensor,  # if they go to int8, those of whole blocks, and zeros where there are none
     noise: tl.tensor,  # 16 random bits for each number, or None to round to nearest
     kind: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
+    address, offsets = _offsets(entry, operand, i0, i1, i2, cols, dense)
     at = _pointers(address, offsets, kind, dense)
     if kind == 1:
         bits = numbers.to(tl.int32, bitcast=True)
         rounded = bits + 0x7FFF + ((bits >> 16) & 1) if noise is None else bits + noise  # of two nearest, the even one
         upper = tl.where(numbers != numbers, 0x7FC0, (rounded >> 16) & 0xFFFF)  # adding to a NaN's bits may give any number
         tl.store(at, upper.to(tl.int16), mask=inside)
+    elif kind >= _IN_BLOCKS:
+        scales = _scales_from(numbers)
+        tl.store(at, _quanta(numbers, scales).to(tl.int8), mask=inside)
+        _write_scales(entry, kind - _IN_BLOCKS, i0, i1, i2, cols, inside, scales)
     else:
         tl.store(at, numbers.to(at.dtype.element_ty), mask=inside)
 
@@ -157,6 +187,80 @@ def _scalar(value: tl.tensor, in_memory: tl.constexpr) -> tl.tensor:
     if in_memory:
         value = tl.load(value).to(tl.float32)
     return value
+
+
+@_jit
+def _in_blocks(numbers: tl.tensor) -> tl.tensor:
+    # (rows, blocks, elements of a block).
+    rows: tl.constexpr = numbers.shape[0]
+    blocks: tl.constexpr = numbers.shape[1] // _BLOCK
+    return tl.reshape(numbers, (rows, blocks, _BLOCK))
+
+
+@_jit
+def _of_elements(numbers: tl.tensor) -> tl.tensor:
+    # From a number for each block, (rows, blocks), to one for each element.
+    rows: tl.constexpr = numbers.shape[0]
+    blocks: tl.constexpr = numbers.shape[1]
+    return tl.reshape(tl.broadcast_to(numbers[:, :, None], (rows, blocks, _BLOCK)), (rows, blocks * _BLOCK))
+
+
+@_jit
+def _scale_places(
+    entry: tl.tensor, operand: tl.constexpr, i0: tl.tensor, i1: tl.tensor, i2: tl.tensor, cols: tl.tensor, inside: tl.tensor
+) -> tl.tensor:
+    # Where the scales of a tile's blocks begin, bytes at any address, and which of them there are.
+    count: tl.constexpr = inside.shape[1] // _BLOCK
+    blocks = (tl.min(cols, axis=0) + tl.load(entry + 2)) // _BLOCK + tl.arange(0, count)
+    address, offsets = _offsets(entry, operand, i0, i1, i2, blocks, False)  # of the first scale of each row: its last stride is 0
+    return address + offsets + 2 * blocks[None, :], tl.max(_in_blocks(inside.to(tl.int32)), axis=2) > 0
+
+
+@_jit
+def _read_scales(
+    entry: tl.tensor, operand: tl.constexpr, i0: tl.tensor, i1: tl.tensor, i2: tl.tensor, cols: tl.tensor, inside: tl.tensor
+) -> tl.tensor:
+    at, there = _scale_places(entry, operand, i0, i1, i2, cols, inside)
+    low = tl.load(at.to(tl.pointer_type(tl.int8)), mask=there, other=0).to(tl.int32) & 0xFF
+    high = tl.load((at + 1).to(tl.pointer_type(tl.int8)), mask=there, other=0).to(tl.int32) & 0xFF
+    return ((high << 24) | (low << 16)).to(tl.float32, bitcast=True)
+
+
+@_jit
+def _write_scales(
+    entry: tl.tensor,
+    operand: tl.constexpr,
+    i0: tl.tensor,
+    i1: tl.tensor,
+    i2: tl.tensor,
+    cols: tl.tensor,
+    inside: tl.tensor,
+    scales: tl.tensor,
+) -> None:
+    at, there = _scale_places(entry, operand, i0, i1, i2, cols, inside)
+    upper = tl.where(scales != scales, 0x7FC0, scales.to(tl.int32, bitcast=True) >> 16)
+    tl.store(at.to(tl.pointer_type(tl.int8)), upper.to(tl.int8), mask=there)
+    tl.store((at + 1).to(tl.pointer_type(tl.int8)), (upper >> 8).to(tl.int8), mask=there)
+
+
+@_jit
+def _scales_from(numbers: tl.tensor) -> tl.tensor:
+    # The scale of each block, as ``int8`` has it; NaN where a number is not finite. Magnitudes are compared as integers: their
+    # order is that of the numbers, with infinity and NaN behind all others.
+    largest = tl.max(_in_blocks(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF), axis=2)
+    scales = tl.minimum(tl.maximum(largest.to(tl.float32, bitcast=True) * _PER_AMAX, _LEAST_SCALE), _MOST_SCALE)
+    scales = ((scales.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)  # up to the next of bfloat16
+    return tl.where(largest >= 0x7F800000, float("nan"), scales)
+
+
+@_jit
+def _quanta(numbers: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    # Integers, as float32.
+    lost = scales != scales
+    divisors = tl.where(lost, 1.0, tl.maximum(scales, _LEAST_SCALE))  # new momentum's are zeros
+    ratios = tl.div_rn(numbers, _of_elements(divisors))
+    ratios = tl.minimum(tl.maximum((ratios + _ROUNDS) - _ROUNDS, -127.0), 127.0)
+    return tl.where(_of_elements(lost.to(tl.int32)) > 0, 0.0, ratios)
 
 
 @_jit
@@ -180,83 +284,31 @@ def _momentum_kernel(
 ) -> None:
     # Operands: gradient, momentum and, if it fills, where the result goes.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
-    grad = _read(address, offsets, inside, kind_0, dense)
+    grad = _read(entry, 0, i0, i1, i2, cols, inside, kind_0, dense)
     if scales:  # else it would change how the sums below are rounded
         grad = grad * gain
-    address, offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
-    buffer = _read(address, offsets, inside, kind_1, dense)
-    buffer = buffer * _scalar(retain, retain_in_memory) + grad
-    _write(address, offsets, inside, buffer, None, kind_1, dense)
-    if fills:
-        buffer = _rounded(buffer, kind_1)  # what is looked ahead from is what was stored
-        if looks_ahead:
-            buffer = buffer * momentum + grad
-        address, offsets = _offsets(entry, 2, i0, i1, i2, cols, dense)
-        _write(address, offsets, inside, buffer, None, kind_2, dense)
-
-
-@_jit
-def _int8_momentum_kernel(
-    table: tl.tensor,
-    tensors: tl.tensor,
-    retain: tl.tensor,
-    momentum: tl.tensor,
-    gain: tl.tensor,
-    retain_in_memory: tl.constexpr,
-    scales: tl.constexpr,
-    looks_ahead: tl.constexpr,
-    fills: tl.constexpr,
-    block: tl.constexpr,
-    kind_0: tl.constexpr,
-    kind_2: tl.constexpr,
-    width: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    dense: tl.constexpr,
-) -> None:
-    # Operands: gradient, quanta; if it fills, where the result goes; the first scale of each row, which the others follow. A
-    # tile has whole blocks. The arithmetic is that of ``int8``.
-    blocks: tl.constexpr = tile_cols // block
-    last: tl.constexpr = 3 if fills else 2
-    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    scale_cols = tl.min(cols, axis=0) // block + tl.arange(0, blocks)
-    has_block = tl.max(tl.reshape(inside.to(tl.int32), (tile_rows, blocks, block)), axis=2) > 0
-    scale_address, scale_offsets = _offsets(entry, last, i0, i1, i2, scale_cols, False)
-    scale_offsets += scale_cols[None, :]
-    old_scale = _read(scale_address, scale_offsets, has_block, 1, False)
-    address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
-    grad = _read(address, offsets, inside, kind_0, dense)
-    if scales:
-        grad = grad * gain
-    quanta_address, quanta_offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
-    old = _read(quanta_address, quanta_offsets, inside, 3, dense).to(tl.float32) * _of_elements(old_scale, block)
+    old = _read(entry, 1, i0, i1, i2, cols, inside, kind_1, dense)
     buffer = old * _scalar(retain, retain_in_memory) + grad
+    if kind_1 >= _IN_BLOCKS:
+        ahead = buffer  # int8 is what is stored only
+        buffer = tl.where(inside, buffer, 0.0)
+        new_scales = _scales_from(buffer)
+        if retain_in_memory:  # a step that may be skipped: a block that has not changed might change in being rounded
+            changed = tl.max(_in_blocks((inside & (buffer != old)).to(tl.int32)), axis=2) > 0
+            old_scales = _read_scales(entry, kind_1 - _IN_BLOCKS, i0, i1, i2, cols, inside)
+            new_scales = tl.where(changed, new_scales, old_scales)
+        address, offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
+        tl.store(_pointers(address, offsets, kind_1, dense), _quanta(buffer, new_scales).to(tl.int8), mask=inside)
+        _write_scales(entry, kind_1 - _IN_BLOCKS, i0, i1, i2, cols, inside, new_scales)
+    else:
+        _write(entry, 1, i0, i1, i2, cols, inside, buffer, None, kind_1, dense)
+        ahead = _rounded(buffer, kind_1)  # what is looked ahead from is what was stored
     if fills:
-        address, offsets = _offsets(entry, 2, i0, i1, i2, cols, dense)
-        _write(address, offsets, inside, buffer * momentum + grad if looks_ahead else buffer, None, kind_2, dense)
-    buffer = tl.where(inside, buffer, 0.0)
-    largest = tl.max(tl.reshape(tl.abs(buffer), (tile_rows, blocks, block)), axis=2)
-    lost = tl.max(tl.reshape((buffer - buffer != 0).to(tl.int32), (tile_rows, blocks, block)), axis=2) > 0
-    scale = tl.minimum(tl.maximum(largest * _PER_AMAX, _LEAST_SCALE), _MOST_SCALE)
-    scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
-    if retain_in_memory:  # a step that may be skipped: a block that has not changed might change in being rounded
-        changed = tl.max(tl.reshape((inside & (buffer != old)).to(tl.int32), (tile_rows, blocks, block)), axis=2) > 0
-        scale = tl.where(changed, scale, old_scale)
-    divisor = tl.where(lost, 1.0, tl.maximum(scale, _LEAST_SCALE))
-    ratio = tl.div_rn(buffer, _of_elements(divisor, block))
-    ratio = tl.minimum(tl.maximum((ratio + _ROUNDS) - _ROUNDS, -127.0), 127.0)
-    ratio = tl.where(_of_elements(lost.to(tl.float32), block) > 0, 0.0, ratio)
-    _write(quanta_address, quanta_offsets, inside, ratio, None, 3, dense)
-    _write(scale_address, scale_offsets, has_block, tl.where(lost, float("nan"), scale), None, 1, False)
-
-
-@_jit
-def _of_elements(numbers: tl.tensor, block: tl.constexpr) -> tl.tensor:
-    # From a number for each block, (rows, blocks), to one for each element.
-    rows: tl.constexpr = numbers.shape[0]
-    blocks: tl.constexpr = numbers.shape[1]
-    return tl.reshape(tl.broadcast_to(numbers[:, :, None], (rows, blocks, block)), (rows, blocks * block))
+        if looks_ahead:
+            ahead = ahead * momentum + grad
+        if kind_2 >= _IN_BLOCKS:
+            ahead = tl.where(inside, ahead, 0.0)
+        _write(entry, 2, i0, i1, i2, cols, inside, ahead, None, kind_2, dense)
 
 
 @_jit
@@ -270,16 +322,14 @@ def _restore_kernel(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operands: what becomes what it was where the update is not finite, what it was, and the update.
+    # Operands: what becomes what it was where the update is not finite, what it was, and the update; of an update in int8, the
+    # upper bytes of scales.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    address, offsets = _offsets(entry, 2, i0, i1, i2, cols, False)
-    update = _read(address, offsets, inside, kind_1, False)
-    lost = inside & (update - update != 0)
+    update = _read(entry, 2, i0, i1, i2, cols, inside, kind_1, False)
+    lost = inside & ((update & 0x7F) == 0x7F if kind_1 == 3 else update - update != 0)
     if tl.max(tl.max(lost.to(tl.int32), axis=1), axis=0) > 0:
-        address, offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
-        before = _read(address, offsets, inside, kind_0, dense)
-        address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
-        _write(address, offsets, lost, before, None, kind_0, dense)
+        before = _read(entry, 1, i0, i1, i2, cols, inside, kind_0, dense)
+        _write(entry, 0, i0, i1, i2, cols, lost, before, None, kind_0, dense)
 
 
 @_jit
@@ -329,39 +379,34 @@ def _update_kernel(
     # elements and the counter.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     factor, step = _scalar(decay, decay_in_memory), _scalar(rate, rate_in_memory)
-    update_address, update_offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
-    update = _read(update_address, update_offsets, inside, kind_1, dense)
+    update = _read(entry, 1, i0, i1, i2, cols, inside, kind_1, dense)
     lost = update - update != 0  # not finite
     if guarded and tl.max(tl.max(lost.to(tl.int32), axis=1), axis=0) > 0:
-        address, offsets = _offsets(entry, 3, i0, i1, i2, cols, dense)
-        before = _read(address, offsets, inside, kind_2, dense)
-        address, offsets = _offsets(entry, 2, i0, i1, i2, cols, dense)
-        momentum = _read(address, offsets, inside, kind_2, dense)
-        _write(address, offsets, inside, tl.where(lost, before, momentum), None, kind_2, dense)
-    address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
-    weight = _read(address, offsets, inside, kind_0, dense)
+        before = _read(entry, 3, i0, i1, i2, cols, inside, kind_2, dense)
+        momentum = _read(entry, 2, i0, i1, i2, cols, inside, kind_2, dense)
+        _write(entry, 2, i0, i1, i2, cols, inside, tl.where(lost, before, momentum), None, kind_2, dense)
+    weight = _read(entry, 0, i0, i1, i2, cols, inside, kind_0, dense)
     decayed = tl.where(weight * update * step >= 0, weight * factor, weight) if cautious else weight * factor
     stepped = decayed - (update * step + 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
     weight = tl.where(lost, weight, stepped) if guarded else stepped
     noise = None
     if stochastic:
         first: tl.constexpr = 4 if guarded else 2
-        row_address, row_offsets = _offsets(entry, first, i0, i1, i2, cols, False)
-        col_address, col_offsets = _offsets(entry, first + 1, i0, i1, i2, cols, False)
         counter = tl.load(entry + (_HEAD + (first + 2) * _OPERAND)).to(tl.pointer_type(tl.uint64))
         seed = _mixed(_mixed(tl.load(counter)) + tl.load(counter + 1) * _GAMMA)
-        words = _word(_read(row_address, row_offsets, inside, 4, False) ^ seed)
-        words = words ^ _word(_read(col_address, col_offsets, inside, 4, False) ^ _mixed(seed + _GAMMA))
+        words = _word(_read(entry, first, i0, i1, i2, cols, inside, 4, False) ^ seed)
+        words = words ^ _word(_read(entry, first + 1, i0, i1, i2, cols, inside, 4, False) ^ _mixed(seed + _GAMMA))
         words = words * 0x7FEB352D
         words = (words ^ (words >> 15)) * 0x846CA68B
         noise = (words >> 16).to(tl.int32)
-    _write(address, offsets, inside, weight, noise, kind_0, dense)
+    _write(entry, 0, i0, i1, i2, cols, inside, weight, noise, kind_0, dense)
 
 
 @_jit
 def _copy_kernel(
     table: tl.tensor,
     tensors: tl.tensor,
+    through_int8: tl.constexpr,
     kind_0: tl.constexpr,
     kind_1: tl.constexpr,
     width: tl.constexpr,
@@ -369,12 +414,17 @@ def _copy_kernel(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operands: target, source.
+    # Operands: target, source. What goes to int8 may be a part of blocks of which the source has all.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    address, offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
-    numbers = _read(address, offsets, inside, kind_1, dense)
-    address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
-    _write(address, offsets, inside, numbers, None, kind_0, dense)
+    there = inside
+    if kind_0 >= _IN_BLOCKS:
+        size_3 = tl.load(entry + 7) + tl.load(entry + 3)
+        there = (tl.max(inside.to(tl.int32), axis=1) > 0)[:, None] & (cols < size_3)[None, :]
+    numbers = _read(entry, 1, i0, i1, i2, cols, there, kind_1, dense)
+    if through_int8:
+        scales = _scales_from(numbers)
+        numbers = _quanta(numbers, scales) * _of_elements(scales)
+    _write(entry, 0, i0, i1, i2, cols, inside, numbers, None, kind_0, dense)
 
 
 @_jit
@@ -390,8 +440,7 @@ def _nonfinite_kernel(
 ) -> None:
     # Operand: what is looked at. Sets ``flag`` to 1 if an element is infinite or NaN.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
-    numbers = _read(address, offsets, inside, kind_0, dense)
+    numbers = _read(entry, 0, i0, i1, i2, cols, inside, kind_0, dense)
     found = tl.max(tl.max((numbers - numbers != 0).to(tl.int32), axis=1), axis=0)  # inf − inf is NaN, as NaN − NaN is
     if found > 0:
         tl.store(flag, 1.0)
@@ -411,43 +460,50 @@ def _fill_kernel(
 ) -> None:
     # Operands: what is filled, with the float32 of these ``bits`` (a constant −0 may become 0), and the rows where it is: not 0.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    mask_address, mask_offsets = _offsets(entry, 1, i0, i1, i2, tl.arange(0, 1), False)
-    filled = _read(mask_address, mask_offsets, tl.max(inside.to(tl.int32), axis=1)[:, None] > 0, kind_1, False) != 0
+    of_row = tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
+    filled = _read(entry, 1, i0, i1, i2, tl.arange(0, 1), of_row, kind_1, False) != 0
     if tl.max(tl.max(filled.to(tl.int32), axis=1), axis=0) > 0:
-        address, offsets = _offsets(entry, 0, i0, i1, i2, cols, dense)
         value = (tl.full((tile_rows, tile_cols), 0, tl.int32) + bits).to(tl.float32, bitcast=True)
-        numbers = tl.where(filled, value, _read(address, offsets, inside, kind_0, dense))
-        _write(address, offsets, inside, numbers, None, kind_0, dense)
+        numbers = tl.where(filled, value, _read(entry, 0, i0, i1, i2, cols, inside, kind_0, dense))
+        _write(entry, 0, i0, i1, i2, cols, inside, numbers, None, kind_0, dense)
 
 
 class ListTable:
     """The table of a list of tensors on one device, and how a kernel is launched over it.
 
-    ``operands`` has one list per operand; tensors at the same place have the same shape. The last ``broadcast`` ones are read
-    element by element. With ``by_rows``, a row of a tile is the innermost dim of a tensor, which is at most ``TILE`` long. With
-    ``block``, a tile has whole blocks of so many elements of the innermost dim.
+    ``operands`` has one list per operand; numbers at the same place have the same shape. The last ``broadcast`` ones are read
+    element by element. Where numbers are in int8, or are to be rounded ``in_blocks``, a row of a tile is whole blocks of the
+    innermost dim. Scales are further operands, behind all others. Where the first operand has a part of its last block only,
+    ``behind`` are the columns that are missing.
     """
 
     def __init__(
-        self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0, *, by_rows: bool = False, block: int = 0
+        self, operands: Sequence[Sequence[Numbers]], broadcast: int = 0, behind: Sequence[int] = (), *, in_blocks: bool = False
     ) -> None:
-        rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors, by_rows=by_rows or block > 0)]
-        inner = max((row[DIMS - 1] for row in rows), default=1)
-        self.tile_cols = min(TILE, triton.next_power_of_2(max(inner, block)))
-        self.tile_rows = TILE // self.tile_cols
+        of_blocks = [[n for n in numbers if isinstance(n, Int8Blocks)] for numbers in operands]
+        vectors = [[n.quanta if isinstance(n, Int8Blocks) else n for n in numbers] for numbers in operands]
+        scales = [[n.scales[..., :1].expand(n.shape) for n in numbers] for numbers in of_blocks if numbers]
+        before = next(([n.first for n in numbers] for numbers in of_blocks if numbers), [0] * len(vectors[0]))
+        in_blocks = in_blocks or bool(scales)
+        rows = []
+        for k, tensors in enumerate(zip(*vectors, *scales, strict=True)):
+            rows += [[before[k], behind[k] if behind else 0, *row] for row in _rows(tensors, by_rows=in_blocks)]
+        widths = [row[0] + row[1 + DIMS] for row in rows]
+        tile, least = (TILE_OF_BLOCKS, BLOCK) if in_blocks else (TILE, 1)
+        self.tile_cols = min(tile, triton.next_power_of_2(max(least, *widths, 1)))
+        self.tile_rows = tile // self.tile_cols
         numbers: list[int] = []
         self.tiles = 0
-        for row in rows:
-            across, outer = -(-row[DIMS - 1] // self.tile_cols), row[0] * row[1] * row[2]
+        for row, width in zip(rows, widths, strict=True):
+            across, outer = -(-width // self.tile_cols), row[2] * row[3] * row[4]
             numbers += [self.tiles, across, *row]
             self.tiles += across * -(-outer // self.tile_rows)
         self.tensors = len(rows)
-        self.width = 2 + DIMS + len(operands) * (1 + DIMS)
-        vectors = operands[: len(operands) - broadcast]
+        self.width = 4 + DIMS + (len(vectors) + len(scales)) * (1 + DIMS)
+        vectors = vectors[: len(vectors) - broadcast]
         bytes_each = min((tensor.itemsize for tensors in vectors for tensor in tensors), default=2)
-        as_bytes = not block and any(tensors[0].dtype == torch.int8 for tensors in operands)  # at any address
-        self.dense = not as_bytes and all(_is_dense(row, len(vectors), max(8, 16 // bytes_each)) for row in rows)
-        device = operands[0][0].device
+        self.dense = all(_is_dense(row, len(vectors), max(8, 16 // bytes_each)) for row in rows)
+        device = vectors[0][0].device
         host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         self.numbers = copy_to(host if device.type == "cpu" else host.pin_memory(), device)
 
@@ -464,8 +520,9 @@ class ListTable:
         """A table of one tensor without elements: what is launched over it is the same kernel, and writes nothing."""
         empty = copy(self)
         empty.tensors, empty.tiles = min(1, self.tensors), min(1, self.tiles)
-        operands = [self.numbers.data_ptr(), *[0] * DIMS] * ((self.width - 2 - DIMS) // (1 + DIMS))  # memory that may be read
-        empty.numbers = copy_to(torch.tensor([0, *[1] * DIMS, 0, *operands], device="cpu"), self.numbers.device)
+        head = [0, 1, 0, 0, *[1] * (DIMS - 1), 0]
+        operands = [self.numbers.data_ptr(), *[0] * DIMS] * ((self.width - len(head)) // (1 + DIMS))  # memory that may be read
+        empty.numbers = copy_to(torch.tensor([*head, *operands], device="cpu"), self.numbers.device)
         return empty
 
 
@@ -508,8 +565,10 @@ def _is_dense(row: Sequence[int], operands: int, vector: int) -> bool:
 
     ``vector`` is the number of elements of which all have 16 bytes or more.
     """
-    places = [row[at : at + 1 + DIMS] for at in range(DIMS, DIMS + operands * (1 + DIMS), 1 + DIMS)]
-    return row[DIMS - 1] % vector == 0 and all(
+    before, behind, *sizes = row[: 2 + DIMS]
+    places = [row[at : at + 1 + DIMS] for at in range(2 + DIMS, 2 + DIMS + operands * (1 + DIMS), 1 + DIMS)]
+    whole = before == behind == 0 and sizes[-1] % vector == 0
+    return whole and all(
         address % 16 == 0 and inner == 1 and all(stride % vector == 0 for stride in outer) for address, *outer, inner in places
     )
 
@@ -524,10 +583,17 @@ class ListKernels:
         # If set, kernels are launched over tables without elements, inside of this context.
         self.only_compiles: Callable[[], AbstractContextManager[None]] | None = None
 
-    def _table(self, *operands: Sequence[Tensor], broadcast: int = 0, by_rows: bool = False, block: int = 0) -> ListTable:
-        places = ((t.data_ptr(), t.shape, t.stride()) for tensors in operands for t in tensors)
-        key = len(operands), broadcast, by_rows, block, *places
-        table = self._tables.pop(key, None) or ListTable(operands, broadcast, by_rows=by_rows, block=block)
+    def _table(self, *operands: Sequence[Numbers], **options: Any) -> ListTable:
+        """``options`` are those of the table."""
+        places = (
+            (tensor.data_ptr(), tensor.shape, tensor.stride())
+            for numbers in operands
+            for n in numbers
+            for tensor in ((n.quanta, n.scales) if isinstance(n, Int8Blocks) else (n,))
+        )
+        first = (n.first for numbers in operands for n in numbers if isinstance(n, Int8Blocks))
+        key = len(operands), str(options), *first, *places
+        table = self._tables.pop(key, None) or ListTable(operands, **options)
         self._tables[key] = table  # the last one used is the last one in the dict
         if len(self._tables) > self.MOST_TABLES:
             del self._tables[next(iter(self._tables))]
@@ -540,21 +606,20 @@ class ListKernels:
         with self.only_compiles():
             table.emptied().launch(kernel, *arguments, **constants)
 
-    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
-        """M ← retain·M + gain·G."""
-        self.fill(None, grads, momenta, retain, None, gain)
-
     def fill(
         self,
-        views: Sequence[Tensor] | None,
+        views: Sequence[Numbers] | None,
         grads: Sequence[Tensor],
-        momenta: Sequence[Tensor],
+        momenta: Sequence[Numbers],
         retain: float | Tensor,
         momentum: float | None,
         gain: float = 1.0,
     ) -> None:
-        """M ← retain·M + gain·G; then, if there are views, V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
-        operands = (grads, momenta) if views is None else (grads, momenta, views)
+        """M ← retain·M + gain·G; then, if there are views, V ← gain·G + momentum·M, or V ← M if ``momentum`` is None.
+
+        Momenta and views may be in int8. What is looked ahead from is then not rounded.
+        """
+        operands = [grads, momenta] if views is None else [grads, momenta, views]
         self._launch(
             self._table(*operands),
             _momentum_kernel,
@@ -563,46 +628,21 @@ class ListKernels:
             scales=gain != 1,
             looks_ahead=momentum is not None,
             fills=views is not None,
-            kind_0=_KINDS[grads[0].dtype],
-            kind_1=_KINDS[momenta[0].dtype],
-            kind_2=_KINDS[momenta[0].dtype if views is None else views[0].dtype],
-        )
-
-    def fill_int8(
-        self,
-        views: Sequence[Tensor] | None,
-        grads: Sequence[Tensor],
-        momenta: tuple[Sequence[Tensor], Sequence[Tensor]],
-        retain: float | Tensor,
-        momentum: float | None,
-        gain: float = 1.0,
-    ) -> None:
-        """As ``fill``, with momenta in int8: quanta (…, columns), and their scales (…, blocks), adjacent in each row."""
-        quanta, scales = momenta
-        first = [rows[..., :1].expand(tensor.shape) for rows, tensor in zip(scales, quanta, strict=True)]
-        operands = (grads, quanta, first) if views is None else (grads, quanta, views, first)
-        self._launch(
-            self._table(*operands, broadcast=1, block=BLOCK),
-            _int8_momentum_kernel,
-            *_as_arguments(retain, 1.0 if momentum is None else momentum, gain),
-            retain_in_memory=isinstance(retain, Tensor),
-            scales=gain != 1,
-            looks_ahead=momentum is not None,
-            fills=views is not None,
-            block=BLOCK,
-            kind_0=_KINDS[grads[0].dtype],
-            kind_2=_KINDS[torch.float32 if views is None else views[0].dtype],
+            **_kinds(operands, 3),
         )
 
     def restore(self, targets: Sequence[Tensor], before: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
-        """Makes targets what they were before where updates, which may be broadcast, are not finite."""
+        """Makes targets what they were before where updates, which may be broadcast, are not finite.
+
+        Updates of int8 are the upper bytes of their scales.
+        """
         kinds = {"kind_0": _KINDS[targets[0].dtype], "kind_1": _KINDS[updates[0].dtype]}
         self._launch(self._table(targets, before, updates, broadcast=1), _restore_kernel, **kinds)
 
     def apply(
         self,
         params: Sequence[Tensor],
-        updates: Sequence[Tensor],
+        updates: Sequence[Numbers],
         decay: float | Tensor,
         rate: float | Tensor,
         *,
@@ -615,11 +655,12 @@ class ListKernels:
         Stochastically with ``counters``: of each tensor the hashed rows and columns of its elements, and its counter. With
         ``old_momenta``, momenta and what they were, elements whose update is not finite keep weight and momentum.
         """
-        operands: list[Sequence[Tensor]] = [params, updates, *(old_momenta or ())]
+        operands: list[Sequence[Numbers]] = [params, updates, *(old_momenta or ())]
         if counters is not None:
             pairs = list(zip(counters, params, strict=True))
             operands += [[numbers[k].expand(param.shape) for numbers, param in pairs] for k in range(2)]
             operands.append([numbers[2][:1].expand(param.shape) for numbers, param in pairs])
+        kinds = _kinds(operands, 3) if old_momenta is not None else {**_kinds(operands, 2), "kind_2": 0}
         self._launch(
             self._table(*operands, broadcast=0 if counters is None else 3),
             _update_kernel,
@@ -629,15 +670,21 @@ class ListKernels:
             cautious=cautious,
             stochastic=counters is not None,
             guarded=old_momenta is not None,
-            kind_0=_KINDS[params[0].dtype],
-            kind_1=_KINDS[updates[0].dtype],
-            kind_2=0 if old_momenta is None else _KINDS[old_momenta[0][0].dtype],
+            **kinds,
         )
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copies each source to its target, rounding to the target's dtype."""
-        kinds = {"kind_0": _KINDS[targets[0].dtype], "kind_1": _KINDS[sources[0].dtype]}
-        self._launch(self._table(targets, sources), _copy_kernel, **kinds)
+    def copy(self, targets: Sequence[Numbers], sources: Sequence[Numbers], *, through_int8: bool = False) -> None:
+        """Copies each source to its target, rounding to the target's dtype; ``through_int8``, to int8 first.
+
+        What goes to int8 as a part of blocks has a source with the rest of the blocks around it.
+        """
+        behind: list[int] = []
+        if isinstance(targets[0], Int8Blocks):
+            pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if isinstance(target, Int8Blocks)]
+            sources = [target.part_of(source) for target, source in pairs if isinstance(source, Tensor)]
+            behind = [source.shape[-1] - target.first - target.shape[-1] for target, source in pairs]
+        table = self._table(targets, sources, behind=behind, in_blocks=through_int8)
+        self._launch(table, _copy_kernel, through_int8=through_int8, **_kinds([targets, sources], 2))
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills ``tensors`` with ``value`` where ``mask``, on the device, broadcast and constant along rows, is not 0."""
@@ -649,6 +696,16 @@ class ListKernels:
     def mark_nonfinite(self, tensors: Sequence[Tensor], flag: Tensor) -> None:
         """Sets ``flag``, float32 of one element, to 1 if any element of ``tensors`` is infinite or NaN."""
         self._launch(self._table(tensors), _nonfinite_kernel, flag, kind_0=_KINDS[tensors[0].dtype])
+
+
+def _kinds(operands: Sequence[Sequence[Numbers]], count: int) -> dict[str, int]:
+    """The kinds of the first ``count`` operands; 0 for those that there are not."""
+    kinds, scales = dict.fromkeys((f"kind_{k}" for k in range(count)), 0), len(operands)
+    for name, numbers in zip(kinds, operands, strict=False):
+        in_blocks = isinstance(numbers[0], Int8Blocks)
+        kinds[name] = int(_IN_BLOCKS) + scales if in_blocks else _KINDS[numbers[0].dtype]
+        scales += in_blocks
+    return kinds
 
 
 def _as_arguments(*scalars: float | Tensor) -> list[float | Tensor]:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
+from ..matrices import StridedRange
 from ..ortho import Workspace
 from ..plan import (
+    BLOCK,
+    INT8,
     NO_WAVE,
     Nodes,
     Parcel,
@@ -21,12 +24,15 @@ from ..plan import (
     PlannedParam,
     Relays,
     WaveRoutes,
+    bytes_of,
+    cuts_blocks_of,
     plan_batches,
     routes_of,
 )
 from ..torch_compat import local_part
 from ..transport import Exchange
-from .buffers import PlacedTransfers, RelayMemory, Staging
+from .buffers import RelayMemory, Staging
+from .int8 import Int8Blocks
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
 from .settings import ExecutorSettings
 from .shards import ShardView
@@ -169,13 +175,24 @@ class ProgramBuilder:
         shards = self._cut(matrix_range, local_part(step_param.rule_state[memory]), window, view)
         return [replace(shard, memory=memory) for shard in shards]
 
-    def piece_views(self, placed: PlacedTransfers, buffer: Tensor) -> list[ShardView]:
-        """This rank's pieces in a flat buffer."""
-        return [
-            shard
-            for transfer, offset in placed
-            for shard in self.shard_views(self.range_of(transfer.task), buffer[offset : offset + transfer.piece.size])
-        ]
+    def piece_views(self, transfer: PieceTransfer, offset: int, buffer: Tensor) -> list[ShardView]:
+        """One of this rank's pieces in a flat buffer."""
+        return self.shard_views(self.range_of(transfer.task), buffer[offset : offset + transfer.piece.size])
+
+    def shards_of_piece(self, transfer: PieceTransfer, offset: int, buffer: Tensor) -> list[ShardView] | None:
+        """The same in a buffer of an exchange; None if it is in int8 and not one view with its blocks in order."""
+        shards, piece = self.piece_views(transfer, offset, buffer), transfer.piece
+        if buffer.dtype != torch.int8:
+            return shards
+        if len(shards) > 1 or (len(piece.cols) > 1 and cuts_blocks_of(piece, self.plan.tasks[transfer.task].sharded.cols)):
+            return None
+        (shard,) = shards
+        row_dims = self.step_params[shard.part_index].matrix_set.stack_dims + 1
+        if shard.cut is not None and len(shard.cut) == row_dims and isinstance(shard.cut[-1], StridedRange):
+            row_dims += 1  # blocks of rows
+        quanta = shard.tensor.flatten(row_dims)
+        scales = buffer[offset + piece.size : offset + bytes_of(piece, INT8)].view(*quanta.shape[:-1], -1)
+        return [replace(shard, view=Int8Blocks(quanta, scales, piece.cols[0][0] % BLOCK))]
 
     def _cut(self, matrix_range: MatrixRange, local: Tensor, window: LocalWindow | None, view: Tensor) -> list[ShardView]:
         part_index, stack_dims = matrix_range.part_index, self.step_params[matrix_range.part_index].matrix_set.stack_dims

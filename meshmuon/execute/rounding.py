@@ -11,7 +11,8 @@ whole parameter. They are therefore the same however the parameter is sharded, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -89,6 +90,8 @@ class RandomWords:
         return RandomWords(cut_out_of_broadcast(self.rows, cut), cut_out_of_broadcast(self.cols, cut))
 
 
+_Part = TypeVar("_Part")
+
 _CutUpdate: TypeAlias = "tuple[Tensor, Tensor, RandomWords | None]"
 """A cut of a parameter, its update, and its random words if it is rounded stochastically."""
 
@@ -114,15 +117,26 @@ class RoundingScratch:
         return [part.view(tensor.shape) for part, tensor in zip(torch.split(flat, sizes), tensors, strict=True)]
 
 
-def chunks_of(shape: Sequence[int], device: torch.device, unit: int = 1) -> Iterator[tuple[slice, ...]]:
-    """Cuts a tensor of ``shape`` into chunks that a step forms at a time: indices, ``()`` for the whole tensor.
-
-    Each entry of the tensor stands for ``unit`` elements.
-    """
-    return _cuts_within(tuple(shape), max(1, _chunk_size(device) // unit))
+_of_thread = threading.local()
 
 
-def _cuts_within(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+def scratch_for(device: torch.device) -> RoundingScratch:
+    """A CPU's, which each thread keeps: new memory costs more than the work in it. On a device, streams work at the same time."""
+    if device.type != "cpu":
+        return RoundingScratch()
+    if not hasattr(_of_thread, "scratch"):
+        _of_thread.scratch = RoundingScratch()
+    scratch: RoundingScratch = _of_thread.scratch
+    return scratch
+
+
+def chunks_of(shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, ...]]:
+    """Cuts a tensor of ``shape`` into chunks that a step forms at a time."""
+    return cuts_within(tuple(shape), _chunk_size(device))
+
+
+def cuts_within(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Cuts a tensor of ``shape`` into such of at most ``limit`` entries: indices, ``()`` for the whole tensor."""
     if math.prod(shape) <= limit:
         yield ()
         return
@@ -132,7 +146,7 @@ def _cuts_within(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ..
         yield from ((slice(start, start + step),) for start in range(0, shape[0], step))
         return
     for k in range(shape[0]):
-        yield from ((slice(k, k + 1), *rest) for rest in _cuts_within(shape[1:], limit))
+        yield from ((slice(k, k + 1), *rest) for rest in cuts_within(shape[1:], limit))
 
 
 def _chunk_size(device: torch.device) -> int:
@@ -154,18 +168,29 @@ def apply_narrow(
     Each operation rounds once in float32, so that the same bits follow wherever an element lies. Large parameters are cut into
     chunks, small ones share one.
     """
-    chunk: list[_CutUpdate] = []
-    held, limit = 0, _chunk_size(params[0].device)
-    for param, update, param_words in zip(params, updates, words or [None] * len(params), strict=True):
-        for cut in chunks_of(param.shape, param.device) if param.numel() else ():
-            target = param[cut]
-            if held + target.numel() > limit and chunk:
-                _apply_chunk(chunk, decay, rate, cautious=cautious, scratch=scratch)
-                chunk, held = [], 0
-            chunk.append((target, update[cut], None if param_words is None else param_words.cut_out(cut)))
-            held += target.numel()
-    if chunk:
+    cuts = (
+        (param[cut], update[cut], None if param_words is None else param_words.cut_out(cut))
+        if cut
+        else (param, update, param_words)
+        for param, update, param_words in zip(params, updates, words or [None] * len(params), strict=True)
+        for cut in (chunks_of(param.shape, param.device) if param.numel() else ())
+    )
+    for chunk in together(cuts, lambda cut: cut[0].numel(), _chunk_size(params[0].device)):
         _apply_chunk(chunk, decay, rate, cautious=cautious, scratch=scratch)
+
+
+def together(parts: Iterable[_Part], size: Callable[[_Part], int], limit: int) -> Iterator[list[_Part]]:
+    """Consecutive parts, as many at a time as the limit allows, and at least one."""
+    chunk: list[_Part] = []
+    held = 0
+    for part in parts:
+        if held + size(part) > limit and chunk:
+            yield chunk
+            chunk, held = [], 0
+        chunk.append(part)
+        held += size(part)
+    if chunk:
+        yield chunk
 
 
 def _apply_chunk(

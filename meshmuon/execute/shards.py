@@ -18,6 +18,7 @@ from torch import Tensor
 from ..device import copy_to
 from ..torch_compat import local_part, local_parts
 from .elementwise import OldMomenta
+from .int8 import Numbers
 from .int8_momentum import Int8Momentum, ShardBlocks
 from .rounding import RoundingScratch
 from .step_param import MatrixKey, RunningStep, StepParam
@@ -38,7 +39,7 @@ class ShardView:
 
     part_index: int  # in ``RunningStep.params``
     cut: Cut | None  # what it takes of the local tensor; None for all of it
-    view: Tensor  # in a buffer, with the shape of the cut
+    view: Numbers  # in a buffer, with the shape of the cut; in int8, with all columns as one dim
     matrix: int = 0  # number of its matrix in the whole parameter; of the first one, if it has several
     gradient: Tensor | None = None  # of these elements, where it is not in the gradient of the parameter
     blocks: ShardBlocks | None = None  # of its momentum, if that is in int8
@@ -49,6 +50,12 @@ class ShardView:
     def of(self, tensor: Tensor) -> Tensor:
         """A view of these elements in ``tensor``, which has the shape of the parameter's local tensor."""
         return tensor if self.cut is None else cut_out(tensor, self.cut)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The view, which is not in int8."""
+        assert isinstance(self.view, Tensor)
+        return self.view
 
     @property
     def key(self) -> MatrixKey:
@@ -85,14 +92,9 @@ class MomentumViews:
                     fallible += [(shard.key, now, old.clone()) for shard, (now, old) in zip(shards, scales, strict=False)]
                 settings, gradients = first.settings, _gradients(shards, step)
                 factors = settings.momentum if settings.nesterov else None, settings.gain
-                views = [shard.view for shard in shards]
-                if scales:
-                    in_int8 = list(map(_int8_momentum, shards, momenta, scales))
-                    step.elementwise.fill_int8(views if sent else None, gradients, in_int8, settings.retain, *factors)
-                elif sent:
-                    step.elementwise.fill(views, gradients, momenta, settings.retain, *factors)
-                else:
-                    step.elementwise.accumulate(momenta, gradients, settings.retain, settings.gain)
+                views = [shard.view for shard in shards] if sent else None
+                buffers = list(map(_int8_momentum, shards, momenta, scales)) if scales else momenta
+                step.elementwise.fill(views, gradients, buffers, settings.retain, *factors)
         return fallible
 
 
@@ -130,7 +132,7 @@ class UpdateViews:
         sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
         for shard in shards if slot is not None else ():
             if (momentum := step_params[shard.part_index].momentum_buffer) is not None:
-                sizes[momentum.dtype, momentum.device] += shard.view.numel()
+                sizes[momentum.dtype, momentum.device] += shard.view.shape.numel()
                 for scales, _ in _scales([shard], step_params):
                     sizes[scales.dtype, scales.device] += scales.numel()
         for (dtype, device), size in sizes.items():
@@ -179,9 +181,10 @@ class UpdateViews:
             decay, rate, cautious = settings.decay, settings.rate * factor, settings.cautious
             if sums is not None and shards[0].rows is not None:
                 factors, dtype = Factors.of(first, sums), first.update_dtype
+                numbers = step.elementwise.numbers(updates, weights, self._scratch)
                 updates = [
-                    factors.change(weight, shard.view, shard.rows, settings, dtype)
-                    for weight, shard in zip(weights, shards, strict=True)
+                    factors.change(weight, update, shard.rows, settings, dtype)
+                    for weight, update, shard in zip(weights, numbers, shards, strict=True)
                     if shard.rows is not None
                 ]
                 decay, rate, cautious = 1.0, 1.0, False
@@ -201,7 +204,9 @@ class UpdateViews:
         if self._sums is None or step.only_compiles:
             return False
         counted = [shard for group in self._groups for shard in _without(group, step.idle) if shard.rows and shard.counted]
-        parts = [(shard.rows, w, shard.view) for shard, w in zip(counted, _weights(counted, step), strict=True) if shard.rows]
+        weights = _weights(counted, step)
+        updates = step.elementwise.numbers([shard.view for shard in counted], weights, self._scratch)
+        parts = [(shard.rows, w, u) for shard, w, u in zip(counted, weights, updates, strict=True) if shard.rows]
         return self._sums.add_up(parts, step)
 
 
@@ -216,7 +221,7 @@ def store_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
     targets, values = list[Tensor](), list[Tensor]()
     for shard in _without(shards, step.idle):
         target, skip_mask = _stored(shard, step), step.params[shard.part_index].settings.skip_mask
-        value = copy_to(shard.view, target.device)
+        value = copy_to(shard.tensor, target.device)
         targets.append(target)
         values.append(value if skip_mask is None else torch.where(skip_mask, target, value))
     if targets:

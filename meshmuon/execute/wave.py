@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import OrthogonalizeError
 from ..transport import Pending
 from .buffers import Stage
+from .int8 import Numbers
 from .ortho_batch import OrthoBatch, orthogonalize_error
 from .shards import NONE_FAILED, MomentumViews, UpdateViews, restore
 from .step_param import MatrixKey, RunningStep
@@ -41,12 +42,12 @@ class Wave:
     """The ``RankWave`` of sharded matrices."""
 
     params: frozenset[int]  # the parts whose matrices travel in it, between any ranks
-    momentum_views: MomentumViews  # where what this rank sends is written, before it is rounded for the wire
-    rounding: Copies  # from there to the buffer that is sent; empty where the dtype on the wire is that of the update
+    momentum_views: MomentumViews  # where what this rank sends is written
+    rounding: CopyPairs  # from there to the buffer that is sent, where that is not written at once
     gather: PreparedExchange  # the exchange of pieces, to their owners
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
     scatter: PreparedExchange  # the exchange of updates, back to the holders of the pieces
-    restoring: Copies  # from the buffer that is received to numbers; empty unless it is int8
+    restoring: CopyPairs  # from the buffer that is received to where it is read, where that is not the same
     update_views: UpdateViews  # where each piece of the update then is
     frees: Sequence[int]  # the parts whose gradients it is the last to read
     fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
@@ -97,8 +98,6 @@ class Wave:
         if asks:
             yield
         with streams.on_side_stream(step.ready), observer.phase("update"):
-            if asks:
-                self.restoring.run(step)  # again: waves share the buffer of restored numbers
             restore(fallible_momenta, failed)
             self.update_views.apply(step, failed, old_momenta)
 
@@ -130,34 +129,29 @@ class OwnedBatch:
     """A batch of matrices that this rank owns."""
 
     ortho_batch: OrthoBatch  # where they are orthogonalised
-    unpack: Sequence[Copies]  # from the pieces in the exchange buffers to ``ortho_batch``
-    pack: Sequence[Copies]  # from ``ortho_batch`` to the pieces in the exchange buffers
+    unpack: CopyPairs  # from the pieces in the exchange buffers to ``ortho_batch``
+    pack: CopyPairs  # from ``ortho_batch`` to the pieces in the exchange buffers
+    rounds: bool = False  # to int8, what has been gathered unrounded
 
     def run(self, step: RunningStep) -> None:
         """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
         if self.ortho_batch.is_idle(step.idle):
             return
         with step.observer.phase("gather"):
-            for copies in self.unpack:
-                copies.run(step)
+            self.unpack.run(step)
+            if self.rounds:
+                step.elementwise.round_to_int8(self.ortho_batch.stacked)
         if self.ortho_batch.orthogonalise(step):
             with step.observer.phase("scatter"):
-                for copies in self.pack:
-                    copies.run(step)
-
-
-class Copies(Protocol):
-    """Elements that move between views, made once: as they are, or into int8 and out of it (``wire.py``)."""
-
-    def run(self, step: RunningStep) -> None: ...
+                self.pack.run(step)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPairs:
-    """Two lists of views with equal shapes; each source is copied to its target."""
+    """Two lists of views with equal shapes; each source is copied to its target. One of them may be in int8."""
 
-    target: list[Tensor]
-    source: list[Tensor]
+    target: Sequence[Numbers]
+    source: Sequence[Numbers]
 
     def run(self, step: RunningStep) -> None:
         if self.target:

@@ -24,7 +24,7 @@ from .tasks import (
     Replicas,
     Task,
 )
-from .wire import BLOCK, BY_OWNER, INT8, SCALE_BYTES, Wire, blocks_touched, bytes_of, cuts_blocks
+from .wire import BLOCK, BY_OWNER, INT8, SCALE_BYTES, Wire, blocks_touched, bytes_of, cuts_blocks, cuts_blocks_of
 
 __all__ = [
     "BLOCK",
@@ -72,6 +72,7 @@ __all__ = [
     "cost_model_from",
     "counted",
     "cuts_blocks",
+    "cuts_blocks_of",
     "gradient_read_order",
     "how_computed",
     "machine_like",

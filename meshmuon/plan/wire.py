@@ -74,10 +74,11 @@ def blocks_touched(cols: Ranges) -> Ranges:
 
 def cuts_blocks(sharded: ShardedMatrix) -> bool:
     """Whether some holder has a part of a block only, or a short block before others: it cannot find its scales alone."""
+    return any(cuts_blocks_of(piece, sharded.cols) for piece in sharded.pieces)
 
-    def cut(cols: Ranges) -> bool:
-        ends = [stop for _, stop in cols]
-        whole = all(stop % BLOCK == 0 for stop in ends[:-1]) and (ends[-1] % BLOCK == 0 or ends[-1] == sharded.cols)
-        return not whole or any(start % BLOCK for start, _ in cols)
 
-    return any(cut(cols) for cols in {piece.cols for piece in sharded.pieces})
+def cuts_blocks_of(piece: Piece, width: int) -> bool:
+    """Whether a piece of a matrix with ``width`` columns has a part of a block only, or a short block before others."""
+    ends = [stop for _, stop in piece.cols]
+    whole = all(stop % BLOCK == 0 for stop in ends[:-1]) and (ends[-1] % BLOCK == 0 or ends[-1] == width)
+    return not whole or any(start % BLOCK for start, _ in piece.cols)

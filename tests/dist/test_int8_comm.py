@@ -6,7 +6,7 @@ Blocks have 3 or 4 elements in most of these tests, so that small matrices have 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmuon import ConfigError, Muon
-from meshmuon.execute import buffers, int8
+from meshmuon.execute import buffers, int8, program_builder
 from meshmuon.plan import NO_WAVE, wire
 from tests.dist.test_cases import GENERATE, Drawn
 from tests.support.cases import SCALES, Held, held_by, place, placed_like, sharded, single
@@ -37,7 +37,9 @@ DTYPES = [
 
 @contextmanager
 def blocks_of(size: int) -> Iterator[None]:
-    with patch.object(wire, "BLOCK", size), patch.object(int8, "BLOCK", size), patch.object(buffers, "BLOCK", size):
+    with ExitStack() as stack:
+        for module in (wire, int8, buffers, program_builder):
+            stack.enter_context(patch.object(module, "BLOCK", size))
         yield
 
 

@@ -11,30 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshmuon.execute import rounding
-from meshmuon.execute.int8 import blocks_in, dequantise, quantise, round_to_int8, scales_shape
-from meshmuon.execute.rounding import RandomWords, elements_held
+from meshmuon.execute import int8
+from meshmuon.execute.int8 import Int8Blocks, blocks_in, dequantise, quantise, round_to_int8, scales_shape
 from meshmuon.plan import BLOCK
 
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-def quantised(numbers: Tensor, first: int = 0, words: RandomWords | None = None) -> tuple[Tensor, Tensor]:
+def in_int8(quanta: Tensor, scales: Tensor, first: int = 0) -> Int8Blocks:
+    return Int8Blocks(quanta, scales.view(torch.int8), first)
+
+
+def quantised(numbers: Tensor) -> tuple[Tensor, Tensor]:
     quanta = torch.empty(numbers.shape, dtype=torch.int8)
-    scales = torch.empty(scales_shape(numbers.shape, first), dtype=torch.bfloat16)
-    quantise(numbers, quanta, scales, first, words)
+    scales = torch.empty(scales_shape(numbers.shape), dtype=torch.bfloat16)
+    quantise([numbers], [in_int8(quanta, scales)])
     return quanta, scales
 
 
-def restored(numbers: Tensor, first: int = 0) -> Tensor:
+def restored(numbers: Tensor) -> Tensor:
     out = torch.empty(numbers.shape)
-    dequantise(*quantised(numbers, first), out, first)
+    dequantise([in_int8(*quantised(numbers))], [out])
     return out
-
-
-def words_for(*shape: int, count: int = 0) -> RandomWords:
-    held = [((0, size),) for size in shape]
-    return RandomWords.of(torch.tensor([7, count]), elements_held(shape, held, torch.device("cpu")).hashed())
 
 
 def seeded(*shape: int) -> Tensor:
@@ -76,33 +74,41 @@ def test_a_tensor_of_whole_blocks_gets_the_bits_of_the_matrix(cols: int, data: s
     starts = list(range(0, cols, BLOCK))
     start = data.draw(st.sampled_from(starts))
     stop = min(cols, start + BLOCK * data.draw(st.integers(1, 4)))
-    part, part_scales = quantised(numbers[1:3, start:stop].t().contiguous().t(), first=start)
+    part, part_scales = quantised(numbers[1:3, start:stop].t().contiguous().t())
     assert torch.equal(part, quanta[1:3, start:stop])
     assert torch.equal(part_scales, scales[1:3, start // BLOCK : start // BLOCK + blocks_in(stop - start)])
 
 
 @given(cols=st.integers(1, 400), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_cut_of_the_quanta_is_restored_with_the_scales_of_the_blocks_it_touches(cols: int, data: st.DataObject) -> None:
+def test_any_cut_is_restored_and_written_with_the_scales_of_the_blocks_it_touches(cols: int, data: st.DataObject) -> None:
     numbers = seeded(3, cols)
     quanta, scales = quantised(numbers)
     first = data.draw(st.integers(0, cols - 1))
     stop = data.draw(st.integers(first + 1, cols))
     touched = scales[:, first // BLOCK :][:, : blocks_in(stop - first, first)]
     out = torch.empty(3, stop - first)
-    dequantise(quanta[:, first:stop], touched, out, first)
+    dequantise([in_int8(quanta[:, first:stop], touched, first % BLOCK)], [out])
     assert torch.equal(out, restored(numbers)[:, first:stop])
+    whole = numbers[:, first // BLOCK * BLOCK : -(-stop // BLOCK) * BLOCK]
+    part, scales_of_part = torch.empty(3, stop - first, dtype=torch.int8), torch.empty_like(touched)
+    quantise([whole], [in_int8(part, scales_of_part, first % BLOCK)])
+    assert torch.equal(part, quanta[:, first:stop])
+    assert torch.equal(scales_of_part, touched)
     assert blocks_in(stop - first, first) == (stop - 1) // BLOCK - first // BLOCK + 1
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_company_and_chunks_do_not_change_a_bit(stochastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = seeded(2, 5, 200)
-    words = words_for(2, 5, 200) if stochastic else None
-    whole = quantised(numbers, words=words)
-    monkeypatch.setattr(rounding, "_CHUNK", {"cpu": 300})
-    chunked = quantised(numbers, words=words)
-    assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
+def test_company_and_chunks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [seeded(2, 5, 200), seeded(7, 128), seeded(3, 40, 300), seeded(1, 1)]
+    alone = [quantised(tensor) for tensor in tensors]
+    for at_once in (1, 300, 10**6):
+        monkeypatch.setattr(int8, "_AT_ONCE", at_once)
+        beside = [tuple(torch.empty_like(part) for part in parts) for parts in alone]
+        quantise(tensors, [in_int8(*parts) for parts in beside])
+        assert all(map(torch.equal, sum(beside, ()), sum(alone, ())))
+        out = [torch.empty_like(tensor) for tensor in tensors]
+        dequantise([in_int8(*parts) for parts in alone], out)
+        assert all(map(torch.equal, out, map(restored, tensors)))
 
 
 def test_zeros_and_tiny_numbers() -> None:
@@ -125,9 +131,6 @@ def test_huge_numbers_stay_finite() -> None:
     out = restored(numbers)
     assert out.isfinite().all()
     assert out[0, :3].tolist() == pytest.approx([HUGE, -HUGE, HUGE / 2], rel=0.008)
-    quanta, _ = quantised(numbers, words=words_for(1, BLOCK))
-    assert quanta.min() == -127
-    assert quanta.max() == 127
 
 
 @pytest.mark.parametrize("flaw", [math.nan, math.inf, -math.inf])
@@ -150,23 +153,6 @@ def test_other_dtypes_are_read_as_float32_and_rounded_once(dtype: torch.dtype) -
     expected = restored(numbers.float())
     round_to_int8(numbers)
     assert torch.equal(numbers, expected.to(dtype))
-
-
-def test_stochastic_rounding_has_an_exact_mean_and_keeps_integers() -> None:
-    numbers = torch.linspace(-3, 3, 512)[None].clone()
-    numbers[0, ::BLOCK] = 127.0  # the scale of every block is 1
-    total = torch.zeros(512, dtype=torch.float64)
-    for count in range(400):
-        quanta, scales = quantised(numbers, words=words_for(1, 512, count=count))
-        assert scales.eq(1).all()
-        assert quanta[0, ::BLOCK].eq(127).all()
-        assert ((quanta - numbers).abs() < 1).all()
-        total += quanta[0]
-    error = total / 400 - numbers[0].double()
-    assert error.abs().max() < 0.15
-    assert abs(error.mean().item()) < 0.005
-    integers = torch.arange(BLOCK, dtype=torch.float32)[None]
-    assert torch.equal(quantised(integers, words=words_for(1, BLOCK))[0].float(), integers)
 
 
 def test_the_error_is_that_of_half_a_step() -> None:

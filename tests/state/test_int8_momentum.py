@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import Interleaved, Muon, StateError
-from meshmuon.execute.int8 import dequantise, quantise, scales_shape
+from meshmuon.execute.int8 import Int8Blocks, dequantise, quantise, scales_shape
 from meshmuon.matrices import MatrixOptions, find_matrices
 from meshmuon.params.momentum_blocks import momentum_blocks, scale_placements
 from tests.support.reference import assert_same_bits, copies, group, make_params, muon, run
@@ -24,14 +24,14 @@ INT8: dict[str, Any] = {"momentum_dtype": torch.int8}
 
 def in_float(state: dict[str, Tensor]) -> Tensor:
     numbers = torch.empty(state["momentum_buffer"].shape)
-    dequantise(state["momentum_buffer"], state["momentum_scale"], numbers)
+    dequantise([Int8Blocks(state["momentum_buffer"], state["momentum_scale"].view(torch.int8))], [numbers])
     return numbers
 
 
 def in_int8(numbers: Tensor) -> list[Tensor]:
     quanta = torch.empty(numbers.shape, dtype=torch.int8)
     scales = torch.empty(scales_shape(numbers.shape), dtype=torch.bfloat16)
-    quantise(numbers, quanta, scales)
+    quantise([numbers], [Int8Blocks(quanta, scales.view(torch.int8))])
     return [quanta, scales]
 
 

@@ -103,6 +103,6 @@ def fresh_trials() -> Iterator[None]:
 
 def misplaced(tensor: Tensor, offset: int) -> Tensor:
     """A copy that begins ``offset`` elements behind a multiple of 64 bytes."""
-    memory = torch.empty(tensor.numel() + 64, dtype=tensor.dtype)
+    memory = torch.empty(tensor.numel() + LINE + offset, dtype=tensor.dtype)
     skipped = (-memory.data_ptr() % LINE) // tensor.element_size() + offset
     return memory[skipped : skipped + tensor.numel()].view(tensor.shape).copy_(tensor)

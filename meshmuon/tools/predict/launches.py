@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from ...execute.program_builder import batch_keys
 from ...layout import ShardedMatrix
 from ...ortho import Scheme, blocks_for, pitch, polar_express, scratch_bytes
 from ...ortho.remez import Quintic
-from ...plan import BY_OWNER, INT8, NO_WAVE, BatchItem, PlanData, PlannedParam, Task, cuts_blocks, plan_batches
+from ...plan import BY_OWNER, NO_WAVE, BatchItem, PlanData, PlannedParam, Task, plan_batches
 
 _NUMBER = r"[-+.e\d]+"
 _QUINTIC = re.compile(rf"\(({_NUMBER}) ({_NUMBER}) ({_NUMBER})\)")
@@ -160,19 +160,13 @@ class _Counter:
         for (_, owner), tasks in owned.items():
             batches = self._batches(tasks, local=False)
             total[owner].add(batches)
-            total[owner].lists += self._whole_roundings(tasks) * batches.batches.total()
+            if BY_OWNER in str(self._plan.params[tasks[0].param].lane):  # to int8, what was gathered unrounded
+                total[owner].lists += batches.batches.total()
         self._add_waves(total)
         self._add_rule_state(total, {owner for (_, owner), tasks in owned.items() if self._remembered(tasks)})
         for launches in total.values() if counters else ():
             launches.lists += -(-counters // _TENSORS_PER_LAUNCH[1])
         return total
-
-    def _whole_roundings(self, tasks: Sequence[Task]) -> int:
-        """Further launches per batch whose pieces cut blocks of int8: it is rounded as a whole, and then cut."""
-        param = self._plan.params[tasks[0].param]
-        by_owner = BY_OWNER in str(param.lane)
-        cut = param.wire.scatter == INT8 and (by_owner or any(map(cuts_blocks, {task.sharded for task in tasks})))
-        return 2 * by_owner + cut
 
     def _local_tasks(self) -> dict[int, list[Task]]:
         """Rank → the matrices that stay on it."""
@@ -222,14 +216,13 @@ class _Counter:
         plan = self._plan
         # Wave → number of a matrix → the lists that its pieces are in, and the replica of its owner.
         lists: list[dict[int, set[tuple[Hashable, Hashable, int]]]] = [{} for _ in plan.wave_lanes]
-        numbers, staged, wires = plan.wave_owners.kinds.numbers, [False] * len(lists), [(0, 0)] * len(lists)
+        numbers, staged = plan.wave_owners.kinds.numbers, [False] * len(lists)
         for task in plan.tasks:
             if task.wave != NO_WAVE:
                 part, replica = self._parts[task.param], task.sharded.holdings[task.owner][1]
                 of_matrix = lists[task.wave].setdefault(numbers[task.sharded, plan.params[task.param].wire], set())
                 of_matrix.add((part.fill_list, part.apply_list, replica))
                 staged[task.wave] = part.staged
-                wires[task.wave] = astuple(plan.params[task.param].wire)
         kinds = plan.wave_owners.kinds
         for wave, of_wave in enumerate(lists):
             of_kinds = []
@@ -237,8 +230,6 @@ class _Counter:
                 entries = [(piece.replica, *entry) for piece in held for entry in of_wave.get(piece.matrix, ())]
                 sent = {(fill, mine == owners) for mine, fill, _, owners in entries}
                 count = len(sent) + len({apply for _, _, apply, _ in entries})
-                if entries:  # pieces are written as int8 before the gather, and read after the scatter
-                    count += sum(size == INT8 for size in wires[wave])
                 if entries and (staged[wave] or self._averages):
                     count = 2  # copies between host and device, or of gradients to the buffer and of weights from it
                 of_kinds.append(count)

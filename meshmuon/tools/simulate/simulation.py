@@ -23,27 +23,19 @@ from ...ortho.iteration import scratch_bytes
 from ...params.option_table import ParamGroup
 from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
 from ...plan import (
-    BLOCK,
-    BY_OWNER,
     DEFAULT_MAX_PEERS,
-    INT8,
     NO_WAVE,
-    SCALE_BYTES,
     Calibration,
     CostModel,
     Nodes,
     Plan,
     PlanOptions,
-    Task,
-    Wire,
     add_local_costs,
     cost_model_for,
-    cuts_blocks,
 )
 from ...plan.counts import WavePeers, count_peers, peers_of_step
 from ...plan.machines import Machine
 from ...plan.timeline import Timeline
-from ...plan.waves import Footprint
 from ..predict.launches import Launches, adamw_launches, launches_of
 from ..predict.prediction import predict
 from ..predict.saved_plan import read_plan
@@ -325,24 +317,15 @@ def _held_elements(layout: Layout) -> Tensor:
 
 
 def _scratch(stage: StagePlan, options: MuonOptions, budget: int) -> Tensor:
-    """The largest batch of every rank: as many matrices of one shape as a wave has there, within the memory budget.
-
-    With int8 on the wire also this batch in int8 if a layout cuts its blocks, and the largest wave of a rank's shards in float32.
-    """
+    """The largest batch of every rank: as many matrices of one shape as a wave has there, within the memory budget."""
     ranks, compute_dtype = stage.plan.ranks, getattr(torch, stage.compute_dtype or "float32")
     scheme = resolve_scheme(options.scheme, options.ns_steps)
-    # (rows, cols, bytes in int8) → rank → matrices
-    at_once: dict[tuple[int, int, int], dict[int, float]] = defaultdict(lambda: dict.fromkeys(ranks, 0.0))
-    staying: dict[tuple[int, int, int], list[ShardedMatrix]] = defaultdict(list)
-    in_waves: Counter[tuple[tuple[int, int, int], int, int]] = Counter()
-    lanes: dict[Wire, list[Task]] = defaultdict(list)  # of tasks that travel in int8
+    # (rows, cols) → rank → matrices
+    at_once: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: dict.fromkeys(ranks, 0.0))
+    staying: dict[tuple[int, int], list[ShardedMatrix]] = defaultdict(list)
+    in_waves: Counter[tuple[tuple[int, int], int, int]] = Counter()
     for task in stage.plan.tasks:
-        rows, cols = task.sharded.rows, task.sharded.cols
-        param, rounded = stage.plan.params[task.param], 0
-        if task.wave != NO_WAVE and (INT8 in (param.wire.gather, param.wire.scatter) or BY_OWNER in str(param.lane)):
-            lanes[param.wire].append(task)
-            rounded = rows * (cols + SCALE_BYTES * -(-cols // BLOCK)) if cuts_blocks(task.sharded) else 0
-        shape = rows, cols, rounded
+        shape = task.sharded.rows, task.sharded.cols
         if task.wave == NO_WAVE:
             staying[shape].append(task.sharded)
         else:
@@ -352,16 +335,12 @@ def _scratch(stage: StagePlan, options: MuonOptions, budget: int) -> Tensor:
     for (shape, owner, _), count in in_waves.items():
         at_once[shape][owner] = max(at_once[shape][owner], count)
     most = dict.fromkeys(ranks, 0)
-    for (rows, cols, rounded), counts in at_once.items():
+    for (rows, cols), counts in at_once.items():
         known = scheme_for(scheme, rows, cols, compute_dtype)
         needed = rows * cols * _UPDATE_ITEMSIZE
         if isinstance(known, Scheme) and known.steps:
             needed += scratch_bytes(rows, cols, known.steps, compute_dtype, torch.float32)
         largest = max(1, budget // max(1, needed))
         for rank, number in counts.items():
-            most[rank] = max(most[rank], min(round(number), largest) * (needed + rounded))
-    unrounded: Counter[int] = Counter()  # one buffer, for all lanes
-    for tasks in lanes.values():
-        footprint = Footprint(tasks, Wire(_UPDATE_ITEMSIZE, _UPDATE_ITEMSIZE))
-        unrounded |= footprint.shard_bytes([task.wave for task in tasks], 1)
-    return torch.tensor([most[rank] + unrounded[rank] for rank in ranks])
+            most[rank] = max(most[rank], min(round(number), largest) * needed)
+    return torch.tensor([most[rank] for rank in ranks])

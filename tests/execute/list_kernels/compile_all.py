@@ -9,37 +9,49 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from meshmuon.execute import int8_kernels, list_kernels
+from meshmuon.execute import list_kernels
 from tests.support.kernel_compiler import resources_of
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 ALL_TRUE = ("scales", "looks_ahead", "fills", "cautious")
 TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "bits": "i32"}
+IN_INT8 = 16 + 3  # the scales are operand 3
+KERNELS: dict[str, tuple[str, dict[str, object]]] = {
+    "momentum": ("momentum", {"kind_1": 0}),
+    "momentum in int8": ("momentum", {"kind_1": IN_INT8}),
+    "momentum, sent in int8": ("momentum", {"kind_1": 0, "kind_2": IN_INT8}),
+    "momentum in int8, sent in int8": ("momentum", {"kind_1": IN_INT8, "kind_2": IN_INT8 + 1}),
+    "update": ("update", {"guarded": False}),
+    "guarded update": ("update", {"guarded": True}),
+    "update in int8": ("update", {"guarded": True, "kind_1": IN_INT8}),
+    "copy": ("copy", {"through_int8": False}),
+    "copy into int8": ("copy", {"through_int8": False, "kind_0": IN_INT8}),
+    "copy out of int8": ("copy", {"through_int8": False, "kind_1": IN_INT8}),
+    "copy through int8": ("copy", {"through_int8": True}),
+    "fill": ("fill", {"kind_1": 0}),
+    "nonfinite": ("nonfinite", {}),
+    "restore": ("restore", {}),
+}
+"""Name of a variant → kernel, and what differs from the other constants."""
 
 
 def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, object]:
-    kernel = (
-        getattr(int8_kernels, f"{name}_kernel")
-        if name in ("to_int8", "from_int8")
-        else getattr(list_kernels, f"_{name.removeprefix('guarded ')}_kernel")
-    )
+    kernel_name, differing = KERNELS[name]
+    kernel, in_blocks = getattr(list_kernels, f"_{kernel_name}_kernel"), "int8" in name
     constants: dict[str, object] = {
         "width": 31,
-        "tile_rows": 1 if dense else 16 if "int8" in name else 32,
-        "tile_cols": 2048 if dense else 128 if "int8" in name else 64,
+        "tile_rows": 1 if dense else 8 if in_blocks else 32,
+        "tile_cols": (1024 if in_blocks else 2048) if dense else 128 if in_blocks else 64,
         "dense": dense,
     }
-    if "block" in kernel.arg_names:
-        constants |= {"block": 128, "tile_rows": 1 if dense else 16, "tile_cols": 2048 if dense else 128}
     for argument in kernel.arg_names:
         if argument in ALL_TRUE or argument == "stochastic":
             constants[argument] = argument in ALL_TRUE or not dense
-        elif argument == "guarded":
-            constants[argument] = name.startswith("guarded ")
         elif argument.startswith("kind"):
-            constants[argument] = 0 if argument == "kind_1" and name in ("momentum", "fill") else 1
+            constants[argument] = 1
         elif argument.endswith("_in_memory"):
             constants[argument] = not dense
+    constants |= differing
     types = {argument: "*fp32" if constants.get(f"{argument}_in_memory") else "fp32" for argument in kernel.arg_names} | TYPES
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
@@ -60,10 +72,7 @@ def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, obje
 
 
 if __name__ == "__main__":
-    for kernel_name in ("momentum", "update", "guarded update", "copy", "fill", "nonfinite", "int8_momentum", "restore"):
+    for variant in KERNELS:
         for kernel_capability in CAPABILITIES:
             for is_dense in (True, False):
-                print(json.dumps(compile_kernel(kernel_name, kernel_capability, dense=is_dense)), flush=True)
-    for kernel_name in ("to_int8", "from_int8"):  # whose tiles are never dense
-        for kernel_capability in CAPABILITIES:
-            print(json.dumps(compile_kernel(kernel_name, kernel_capability, dense=False)), flush=True)
+                print(json.dumps(compile_kernel(variant, kernel_capability, dense=is_dense)), flush=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshmuon.execute import elementwise, int8, rounding
-from meshmuon.execute.int8_kernels import Int8ListKernels
+from meshmuon.execute.int8_momentum import Int8Momentum
 from meshmuon.execute.list_kernels import ListKernels
 from tests.support.happens_before.list_kernels import in_int8
 
@@ -111,31 +111,71 @@ def test_momentum_and_look_ahead_have_the_bits_of_the_twin(
     lists.rest_is_untouched()
 
 
+class InInt8:
+    """Lists of numbers in int8 whose quanta and scales begin at any byte, with the rest of the memory that they are views of."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], firsts: Sequence[int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.blocks: list[int8.Int8Blocks] = []
+        self.memory: list[Tensor] = []
+        for shape, first in zip(shapes, firsts, strict=True):
+            size, scales = math.prod(shape), (*shape[:-1], int8.blocks_in(shape[-1], first))
+            memory = torch.randint(-127, 128, (size + 2 * math.prod(scales) + 2,), generator=generator).to(torch.int8)
+            in_bytes = memory[1 + size : -1].view(*scales[:-1], 2 * scales[-1])
+            in_bytes.copy_(torch.rand(scales, generator=generator).bfloat16().view(torch.int8))
+            self.blocks.append(int8.Int8Blocks(memory[1 : 1 + size].view(shape), in_bytes, first))
+            self.memory.append(memory)
+
+    def momenta(self) -> list[Int8Momentum]:
+        return [in_int8(of.quanta, of.scales.clone().view(torch.bfloat16)) for of in self.blocks]
+
+
+def in_blocks(data: st.DataObject) -> tuple[list[tuple[int, ...]], list[int], int]:
+    """Shapes that have short blocks, of one element too, and columns that begin inside of a block."""
+    shapes = data.draw(st.lists(st.sampled_from([(3, 1), (2, 5, 40), (4, 128), (3, 129), (2, 2, 300), (1, 2100)]), min_size=1))
+    return shapes, [data.draw(st.sampled_from([0, 0, 100])) for _ in shapes], data.draw(st.integers(0, 99))
+
+
+def numbers_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """Every second tensor begins with special numbers; none is contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(*shape[:-1], shape[-1] + 3, generator=generator)[..., : shape[-1]] for shape in shapes]
+    for tensor in tensors[1::2]:
+        tensor[(0,) * (tensor.dim() - 1)][: len(SPECIAL)] = torch.tensor(SPECIAL)[: tensor.shape[-1]]
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def same_bytes(left: InInt8, right: InInt8) -> bool:
+    return all(map(torch.equal, left.memory, right.memory))
+
+
 @slow
-@given(st.data(), st.sampled_from(FLOATS), st.booleans())
-def test_int8_has_the_bits_of_the_twin(data: st.DataObject, dtype: torch.dtype, special: bool) -> None:
-    """Quanta and scales begin at any byte; widths have short blocks, of one element too, and begin inside of a block."""
-    generator, views, twins = torch.Generator().manual_seed(data.draw(st.integers(0, 99))), [], []
-    for cols in data.draw(st.lists(st.sampled_from([1, 3, 127, 128, 129, 300]), min_size=1, max_size=3)):
-        first, rows = data.draw(st.sampled_from([0, 0, 100])), data.draw(st.integers(1, 20))
-        numbers = torch.randn(2, rows, cols + 3, generator=generator)[..., :cols]
-        if special:
-            at = torch.randint(0, numbers.size(1), (len(SPECIAL),), generator=generator)
-            numbers[0, at, torch.arange(len(SPECIAL)) % cols] = torch.tensor(SPECIAL)
-        numbers = numbers.to(dtype)
-        for made in (views, twins):
-            memory = torch.full((numbers.numel() * 4 + 64,), 55, dtype=torch.int8)
-            quanta = memory[1 : 1 + numbers.numel()].view(numbers.shape)
-            blocks = int8.blocks_in(cols, first)
-            scales = memory[1 + numbers.numel() :][: 4 * rows * blocks].view(2, rows, 2 * blocks)
-            made.append((memory, int8.Int8View(numbers.clone(), quanta, scales, first)))
-    kernels = Int8ListKernels()
-    kernels.quantise([view for _, view in views])
-    elementwise.Elementwise().quantise([view for _, view in twins])
-    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(views, twins, strict=True))
-    kernels.dequantise([view for _, view in views])
-    elementwise.Elementwise().dequantise([view for _, view in twins])
-    assert all_same([view.numbers for _, view in views], [view.numbers for _, view in twins])
+@given(st.data(), st.sampled_from(FLOATS))
+def test_copies_into_int8_and_out_of_it_have_the_bits_of_the_twin(data: st.DataObject, dtype: torch.dtype) -> None:
+    """What begins or ends inside of a block has a source with the rest of it."""
+    shapes, firsts, seed = in_blocks(data)
+    ends = [(first + shape[-1]) % 128 for shape, first in zip(shapes, firsts, strict=True)]
+    behind = [data.draw(st.sampled_from([0, 27])) if 0 < end <= 101 else 0 for end in ends]
+    covered = [(*shape[:-1], first + shape[-1] + rest) for shape, first, rest in zip(shapes, firsts, behind, strict=True)]
+    sources, kernels, twins = numbers_of(covered, dtype, seed), InInt8(shapes, firsts, seed), InInt8(shapes, firsts, seed)
+    ListKernels().copy(kernels.blocks, sources)
+    elementwise.Elementwise().copy(twins.blocks, sources)
+    assert same_bytes(kernels, twins)
+    targets, expected = numbers_of(shapes, dtype, seed), [torch.empty(shape, dtype=dtype) for shape in shapes]
+    ListKernels().copy(targets, kernels.blocks)
+    elementwise.Elementwise().copy(expected, twins.blocks)
+    assert all_same(targets, expected)
+
+
+@slow
+@given(st.data(), st.sampled_from(FLOATS))
+def test_numbers_are_rounded_through_int8_as_by_the_twin(data: st.DataObject, dtype: torch.dtype) -> None:
+    shapes, _, seed = in_blocks(data)
+    numbers, expected = numbers_of(shapes, dtype, seed), [tensor.clone() for tensor in numbers_of(shapes, dtype, seed)]
+    ListKernels().copy(numbers, numbers, through_int8=True)
+    for tensor in expected:
+        int8.round_to_int8(tensor)
+    assert all_same(numbers, expected)
 
 
 @slow
@@ -146,7 +186,7 @@ def test_momentum_alone(data: st.DataObject, dtype: torch.dtype, retain: float |
     expected = [buffer.clone() for buffer in momenta]
     gain = data.draw(st.sampled_from([1.0, 0.05]))
     elementwise.accumulate(expected, grads, retain, gain)
-    ListKernels().accumulate(momenta, grads, retain, gain)
+    ListKernels().fill(None, grads, momenta, retain, 0.9, gain)
     assert all_same(momenta, expected)
     lists.rest_is_untouched()
 
@@ -163,35 +203,60 @@ def test_momentum_of_16_bits_is_rounded_once_and_looked_ahead_from_as_stored(dat
     assert all_same(views, ahead)
 
 
-@settings(max_examples=6, deadline=None)
-@given(st.data(), st.sampled_from(FLOATS), st.sampled_from([None, *FLOATS]), scalars(0.95), st.sampled_from([None, 0.9]))
-def test_momentum_in_int8_has_the_bits_of_the_twin(
-    data: st.DataObject, dtype: torch.dtype, wire: torch.dtype | None, retain: float | Tensor, momentum: float | None
+@settings(max_examples=8, deadline=None)
+@given(
+    st.data(),
+    st.sampled_from(FLOATS),
+    st.sampled_from([None, torch.int8, *FLOATS]),
+    st.booleans(),
+    scalars(0.95),
+    st.sampled_from([None, 0.9]),
+)
+def test_momentum_in_int8_or_sent_in_int8_has_the_bits_of_the_twin(
+    data: st.DataObject,
+    dtype: torch.dtype,
+    wire: torch.dtype | None,
+    stored_in_int8: bool,
+    retain: float | Tensor,
+    momentum: float | None,
 ) -> None:
     """Blocks of 128 and shorter ones; zeros, what is not finite, and blocks that do not change in a step that may be skipped."""
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    shapes = data.draw(st.lists(st.sampled_from([(3, 1), (2, 5, 40), (4, 128), (3, 129), (2, 2, 300), (1, 2100)]), min_size=1))
-    grads = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    for k, grad in enumerate(grads):
-        grad.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)[: grad.numel()].to(dtype) if k % 2 else 0
-    padded = [torch.randint(-127, 128, (*shape[:-1], shape[-1] + 3), generator=generator).to(torch.int8) for shape in shapes]
-    quanta = [tensor[..., : shape[-1]] for tensor, shape in zip(padded, shapes, strict=True)]
-    scales = [torch.rand(int8.scales_shape(tensor.shape), generator=generator).bfloat16() for tensor in quanta]
+    shapes, _, seed = in_blocks(data)
+    grads = numbers_of(shapes, dtype, seed)
     if isinstance(retain, Tensor) and data.draw(st.booleans()):
         retain, grads = torch.tensor(1.0), [torch.full_like(grad, -0.0) for grad in grads]
-    before = [tensor.clone() for tensor in (*quanta, *scales)]
-    expected = [tensor.clone() for tensor in (*quanta, *scales)]
-    twins = [in_int8(q, s) for q, s in zip(expected[: len(shapes)], expected[len(shapes) :], strict=True)]
-    wide = None if wire is None else [torch.empty(shape) for shape in shapes]
+    whole = [0] * len(shapes)
+    in_kernels, in_twin, before = (InInt8(shapes, whole, seed) for _ in range(3))
+    sent, sent_by_twin = (InInt8(shapes, whole, seed) for _ in range(2))
+    buffers, expected = numbers_of(shapes, torch.float32, seed + 1), numbers_of(shapes, torch.float32, seed + 1)
     views = None if wire is None else [torch.empty(shape, dtype=wire) for shape in shapes]
+    wide = None if wire is None else [torch.empty(shape, dtype=wire) for shape in shapes]
     gain = data.draw(st.sampled_from([1.0, 0.05]))
-    elementwise.Elementwise().fill_int8(wide, grads, twins, retain, momentum, gain)
-    ListKernels().fill_int8(views, grads, (quanta, scales), retain, momentum, gain)
-    assert all(map(torch.equal, quanta, expected))
-    assert all_same(scales, expected[len(shapes) :])
-    assert wide is None or views is None or all_same(views, [view.to(wire) for view in wide])
+    momenta = in_twin.momenta()
+    elementwise.Elementwise().fill(
+        sent_by_twin.blocks if wire == torch.int8 else wide,
+        grads,
+        momenta if stored_in_int8 else expected,
+        retain,
+        momentum,
+        gain,
+    )
+    for of_twin, buffer in zip(in_twin.blocks, momenta, strict=True):
+        of_twin.scales.copy_(buffer.scales.view(torch.int8))
+    ListKernels().fill(
+        sent.blocks if wire == torch.int8 else views,
+        grads,
+        in_kernels.blocks if stored_in_int8 else buffers,
+        retain,
+        momentum,
+        gain,
+    )
+    assert same_bytes(in_kernels, in_twin)
+    assert same_bytes(sent, sent_by_twin)
+    assert all_same(buffers, expected)
+    assert wire in (None, torch.int8) or all_same(views or [], wide or [])
     if isinstance(retain, Tensor) and retain == 1:
-        assert all(map(torch.equal, (*quanta, *scales), before))
+        assert same_bytes(in_kernels, before)
 
 
 @slow
@@ -203,6 +268,13 @@ def test_scales_are_restored_where_updates_are_not_finite(data: st.DataObject, d
     ListKernels().restore(targets, before, updates)
     assert all_same(targets, expected)
     lists.rest_is_untouched()
+
+
+def test_scales_are_restored_where_the_scales_of_updates_are_nan() -> None:
+    scales = torch.tensor([[math.nan, 1.0], [int8.MOST_SCALE, 1.0], [1.0, 1.0], [math.nan, 1.0]]).bfloat16()
+    targets, before = torch.zeros(4, 3).bfloat16(), torch.ones(4, 3).bfloat16()
+    ListKernels().restore([targets], [before], [scales.view(torch.int8)[:, 1:2].expand(4, 3)])
+    assert targets[:, 0].tolist() == [1, 0, 0, 1]
 
 
 @slow
@@ -243,6 +315,29 @@ def test_weights_have_the_bits_of_the_twin(
     assert all_same(params, expected)
     assert all_same(momenta, restored)
     lists.rest_is_untouched()
+
+
+@slow
+@given(st.data(), st.sampled_from(FLOATS), scalars(0.03), st.booleans(), st.booleans(), st.booleans())
+def test_weights_have_the_bits_of_the_twin_with_updates_in_int8(
+    data: st.DataObject, dtype: torch.dtype, rate: float | Tensor, cautious: bool, stochastic: bool, guarded: bool
+) -> None:
+    """Also where the columns begin inside of a block, and where a block is NaN."""
+    shapes, firsts, seed = in_blocks(data)
+    updates = InInt8(shapes, firsts, seed)
+    updates.blocks[0].scales.view(-1)[:2] = torch.tensor([math.nan]).bfloat16().view(torch.int8)
+    params, expected = numbers_of(shapes, dtype, seed), numbers_of(shapes, dtype, seed)
+    momenta, restored, before = (numbers_of(shapes, torch.float32, seed + k) for k in (1, 1, 2))
+    counters = None
+    if stochastic and dtype == torch.bfloat16:
+        counters = [(torch.tensor([7 - 3 * k, 3 + k]), elements_of(param)) for k, param in enumerate(params)]
+    kept, twin_kept = ((momenta, before), elementwise.OldMomenta(restored, before)) if guarded else (None, None)
+    twin = elementwise.Elementwise()
+    twin.apply(expected, updates.blocks, 0.998, rate, cautious=cautious, counters=counters, old_momenta=twin_kept)
+    hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
+    ListKernels().apply(params, updates.blocks, 0.998, rate, cautious=cautious, counters=hashed, old_momenta=kept)
+    assert all_same(params, expected)
+    assert all_same(momenta, restored)
 
 
 def elements_of(param: Tensor) -> rounding.Elements:
@@ -322,7 +417,7 @@ def test_what_is_only_compiled_changes_nothing(
         yield
 
     kernels.only_compiles = surrounding
-    kernels.accumulate(momenta, updates, number)
+    kernels.fill(None, updates, momenta, number, 0.9)
     kernels.fill(params, updates, momenta, number, 0.9)
     kernels.apply(params, updates, number, number, cautious=True, counters=hashed, old_momenta=(momenta, kept))
     kernels.copy(params, updates)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshmuon.execute import elementwise, int8
-from meshmuon.execute.int8 import Int8View
+from meshmuon.execute.int8 import Int8Blocks, Numbers
 from meshmuon.execute.int8_momentum import Int8Momentum, ShardBlocks
 from meshmuon.execute.rounding import Elements
 
@@ -27,61 +27,36 @@ class TwinListKernels:
         self.only_compiles: Any = None
         self._compiled: set[tuple[str, str]] = set()
 
-    def accumulate(self, momenta: Sequence[Tensor], grads: Sequence[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
-        def compute() -> None:
-            buffers, sources = _host(momenta, grads)
-            elementwise.accumulate(buffers, sources, _value(retain), gain)
-
-        self._launch([*momenta, *grads, retain], momenta, compute)
-
     def fill(
         self,
-        views: Sequence[Tensor],
+        views: Sequence[Numbers] | None,
         grads: Sequence[Tensor],
-        momenta: Sequence[Tensor],
+        momenta: Sequence[Numbers],
         retain: float | Tensor,
         momentum: float | None,
         gain: float = 1.0,
     ) -> None:
         def compute() -> None:
-            targets, sources, buffers = _host(views, grads, momenta)
-            wide = [torch.empty(view.shape) for view in targets]
-            elementwise.fill_with_momentum(wide, sources, buffers, _value(retain), momentum, gain)
-            torch._foreach_copy_(targets, wide)
+            targets, sources, buffers = _host(views or [], grads, momenta)
+            on_host = None if views is None else targets
+            in_blocks = [in_int8(b.quanta, b.scales) if isinstance(b, Int8Blocks) else b for b in buffers]
+            elementwise.Elementwise().fill(on_host, sources, in_blocks, _value(retain), momentum, gain)
 
-        self._launch([*grads, *momenta, retain], [*momenta, *views], compute)
-
-    def fill_int8(
-        self,
-        views: Sequence[Tensor] | None,
-        grads: Sequence[Tensor],
-        momenta: tuple[Sequence[Tensor], Sequence[Tensor]],
-        retain: float | Tensor,
-        momentum: float | None,
-        gain: float = 1.0,
-    ) -> None:
-        def compute() -> None:
-            targets, sources, quanta, scales = _host(views or [], grads, *momenta)
-            wide = None if views is None else [torch.empty(view.shape) for view in targets]
-            buffers = [in_int8(*pair) for pair in zip(quanta, scales, strict=True)]
-            elementwise.Elementwise().fill_int8(wide, sources, buffers, _value(retain), momentum, gain)
-            if wide is not None:
-                torch._foreach_copy_(targets, wide)
-
-        both = [*momenta[0], *momenta[1]]
-        self._launch([*grads, *both, retain], [*both, *(views or [])], compute)
+        both = _tensors(momenta)
+        self._launch([*grads, *both, retain], [*both, *_tensors(views or [])], compute)
 
     def restore(self, targets: Sequence[Tensor], before: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
         def compute() -> None:
             for now, old, update in zip(*_host(targets, before, updates), strict=True):
-                now.copy_(torch.where(torch.isfinite(update), now, old))
+                stays = update & 0x7F != 0x7F if update.dtype == torch.int8 else torch.isfinite(update)
+                now.copy_(torch.where(stays, now, old))
 
         self._launch([*targets, *before, *updates], targets, compute)
 
     def apply(
         self,
         params: Sequence[Tensor],
-        updates: Sequence[Tensor],
+        updates: Sequence[Numbers],
         decay: float | Tensor,
         rate: float | Tensor,
         *,
@@ -93,35 +68,25 @@ class TwinListKernels:
             targets, changes = _host(params, updates)
             hosts = None if counters is None else [_host(numbers)[0] for numbers in counters]
             pairs = None if hosts is None else [(counter, Elements(rows, cols)) for rows, cols, counter in hosts]
-            wide = [change.float().clone() for change in changes]
+            wide = [change if isinstance(change, Int8Blocks) else change.float().clone() for change in changes]
             momenta, old = _host(*old_momenta) if old_momenta else ([], [])
             twin, guarded = elementwise.Elementwise(), elementwise.OldMomenta(momenta, old) if old_momenta else None
             twin.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, counters=pairs, old_momenta=guarded)
 
         momenta, old = old_momenta or ([], [])
         numbers = [part for of_tensor in counters or () for part in of_tensor]
-        self._launch([*params, *updates, *old, decay, rate, *numbers], [*params, *momenta], compute)
+        self._launch([*params, *_tensors(updates), *old, decay, rate, *numbers], [*params, *momenta], compute)
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    def copy(self, targets: Sequence[Numbers], sources: Sequence[Numbers], *, through_int8: bool = False) -> None:
         def compute() -> None:
             written, read = _host(targets, sources)
-            torch._foreach_copy_(written, read)
+            if through_int8:
+                for numbers in written:
+                    int8.round_to_int8(numbers)
+            else:
+                elementwise.Elementwise().copy(written, read)
 
-        self._launch(sources, targets, compute)
-
-    def quantise(self, views: Sequence[Int8View]) -> None:
-        def compute() -> None:
-            elementwise.Elementwise().quantise(_host_views(views))
-
-        written = [tensor for view in views for tensor in (view.quanta, view.scales)]
-        self._launch([view.numbers for view in views], written, compute)
-
-    def dequantise(self, views: Sequence[Int8View]) -> None:
-        def compute() -> None:
-            elementwise.Elementwise().dequantise(_host_views(views))
-
-        read = [tensor for view in views for tensor in (view.quanta, view.scales)]
-        self._launch(read, [view.numbers for view in views], compute)
+        self._launch(_tensors(sources), _tensors(targets), compute)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         def compute() -> None:
@@ -153,18 +118,23 @@ class TwinListKernels:
 
 
 def in_int8(quanta: Tensor, scales: Tensor) -> Int8Momentum:
-    """Momentum whose columns are whole blocks in order."""
+    """Momentum whose columns are whole blocks in order; ``scales`` may be bytes."""
     index = torch.arange(quanta.shape[-1]) // int8.BLOCK
-    return Int8Momentum(quanta, scales, ShardBlocks(slice(None), index, 0))
+    return Int8Momentum(quanta, scales.view(torch.bfloat16), ShardBlocks(slice(None), index, 0))
 
 
 def _value(scalar: float | Tensor) -> float | Tensor:
     return _host([scalar])[0][0] if isinstance(scalar, Tensor) else scalar
 
 
-def _host_views(views: Sequence[Int8View]) -> list[Int8View]:
-    return [Int8View(host_values(view.numbers), host_values(view.quanta), host_values(view.scales), view.first) for view in views]
+def _tensors(numbers: Sequence[Numbers]) -> list[Tensor]:
+    return [tensor for n in numbers for tensor in ((n.quanta, n.scales) if isinstance(n, Int8Blocks) else (n,))]
 
 
-def _host(*lists: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [[host_values(tensor) for tensor in tensors] for tensors in lists]
+def _host(*lists: Sequence[Numbers]) -> list[list[Any]]:
+    def on_host(numbers: Numbers) -> Numbers:
+        if isinstance(numbers, Int8Blocks):
+            return Int8Blocks(host_values(numbers.quanta), host_values(numbers.scales), numbers.first)
+        return host_values(numbers)
+
+    return [list(map(on_host, numbers)) for numbers in lists]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from meshmuon import DistMuon, Muon, clip_grad_norm_
 from meshmuon.agree import local_planner
 from meshmuon.agree.node_view import RANKS_PER_NODE
-from meshmuon.execute import int8_kernels
+from meshmuon.execute import list_kernels
 from meshmuon.layout import Mesh
 from meshmuon.ortho.kernels import products, triton_normalise
 from meshmuon.ortho.kernels.products import TritonProducts
@@ -75,7 +75,7 @@ def twins() -> Any:
         stack.enter_context(patch.object(TritonProducts, "symmetric", _symmetric_product))
         stack.enter_context(patch.object(TritonProducts, "quintic_factor", _quintic_factor))
         stack.enter_context(patch.object(triton_normalise, "normalise", _normalise))
-        stack.enter_context(patch.object(int8_kernels, "Int8ListKernels", TwinListKernels))
+        stack.enter_context(patch.object(list_kernels, "ListKernels", TwinListKernels))
         stack.enter_context(patch.object(momentum_blocks, "_momentum_blocks", _cached_by_rank(momentum_blocks._momentum_blocks)))
         yield stack.enter_context(nccl_twin.installed())
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from meshmuon.execute import shared_blocks
-from meshmuon.execute.elementwise import Elementwise
-from meshmuon.execute.int8 import Int8View
+from meshmuon.execute import elementwise, shared_blocks
+from meshmuon.execute.int8 import Int8Blocks, quantise
 from meshmuon.tools.doctor import Context, DoctorOptions
 from meshmuon.tools.doctor.layouts import check_int8
 from tests.support.threads import run_threads
@@ -33,14 +33,12 @@ def test_it_passes(world: int) -> None:
 
 
 def test_a_wrong_quantum_on_the_wire_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantise = Elementwise.quantise
+    def broken(numbers: Sequence[Tensor], into: Sequence[Int8Blocks]) -> None:
+        quantise(numbers, into)
+        for blocks in into:
+            blocks.quanta[..., :1] ^= 1
 
-    def broken(views: Sequence[Int8View]) -> None:
-        quantise(views)
-        for view in views:
-            view.quanta[..., :1] ^= 1
-
-    monkeypatch.setattr(Elementwise, "quantise", staticmethod(broken))
+    monkeypatch.setattr(elementwise, "quantise", broken)
     assert problems_of(4) == differs("rows", "columns", "both")
 
 

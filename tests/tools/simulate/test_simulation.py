@@ -162,16 +162,6 @@ def test_scratch_is_that_of_the_largest_batch_within_the_budget() -> None:
     assert both.most_bytes("scratch") == 2 * single.most_bytes("scratch") > 0
 
 
-def test_scratch_of_int8_on_the_wire() -> None:
-    """A rank's shards in float32, as many as a wave has, and where columns are cut in blocks the owner's batch in int8."""
-    for size, tp, cut in ((256, "colwise", 0), (256, "rowwise", 0), (192, "rowwise", 192 * (192 + 2 * 2))):
-        params = tuple(ModelParam(f"w.{k}", (size, size), True, layer=k, tp=tp) for k in range(4))
-        model = ModelDescription("wide", "wide", "", params, has_tp_plan=True)
-        plain, rounded = (simulate(model, "tp=2", chunk_size=4, comm_dtype=dtype) for dtype in (torch.float32, torch.int8))
-        more = rounded.most_bytes("scratch") - plain.most_bytes("scratch")
-        assert more == 4 * 4 * size * size // 2 + 2 * cut, "two matrices are those of one owner"
-
-
 def test_advice_on_few_large_matrices() -> None:
     (first, *_) = advice_for(simulate(wide(70), "dp_shard=64"))
     assert first.startswith("70 large matrices of 8192×8192 on 64 ranks: the heaviest rank, ")
