@@ -38,6 +38,7 @@ class Note:
     pairing: Pairing = _NO_PAIRING
     place: Place = _ALONE
     node_view: NodeView | None = None  # what the rank knows of nodes; the first note of ranks that disagree has nothing else
+    zeros: tuple[tuple[int, int], ...] = ()  # ``ZeroMatrices.found``
     state: str = ""  # one letter per parameter, ABSENT, PRESENT or ELSEWHERE: "110-"
 
 

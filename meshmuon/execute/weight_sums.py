@@ -24,10 +24,10 @@ from .step_param import RunningStep, StepParam, StepSettings
 from .update_rule import WeightNumbers, scaled
 
 _BITS = 32  # of a digit
-_LOWEST = -224  # exponent of the lowest place: elements below 2⁻¹¹² count as zero
-_PLACES = 12  # up to 2¹⁶⁰
+_LOWEST = -320  # exponent of the lowest place: the smallest product of two numbers of float32 is 2⁻²⁹⁸
+_PLACES = 18  # up to 2²⁵⁶, the end of these products
 _KEPT = 3  # places that count
-_OUTSIDE = _PLACES  # where stretches with larger or non-finite products are counted
+_OUTSIDE = _PLACES  # where stretches with larger products, of float64, or non-finite ones are counted
 _STRETCH = 1 << 20  # elements: their digits add up to less than 2⁵³, exactly in float64
 _PRODUCTS = 3  # weight², update², weight·update
 

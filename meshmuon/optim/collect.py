@@ -15,7 +15,7 @@ from ..device import known_to_host
 from ..errors import ConfigError, GradientError, KeptError
 from ..execute import CommDtypeLike
 from ..params.dtensors import check_cuts, check_gradient_placement, check_memory
-from ..params.groups import check_norm, check_options, check_overflow, check_rounding, largest_number
+from ..params.groups import check_options, check_overflow, check_rounding, largest_number
 from ..params.option_table import ParamGroup
 from ..params.param_record import GroupRecipe, ParamIndex, ParamRecord
 from ..state import param_state
@@ -133,8 +133,6 @@ class Collector:
             if not same_state:
                 snapshot.accept_state(states)
             self.without_state = tuple(k for k in self.lacking_state if self.has_grad[k])
-            for record in map(self.records.__getitem__, self.without_state):
-                check_norm(record.name, record.param, record.matrix_sets or (), record.rules)
             self._checked_has_grad = self.has_grad
         return same_state and not self.without_state
 

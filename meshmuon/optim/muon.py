@@ -19,7 +19,7 @@ from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError
 from ..execute import CommDtypeLike, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
 from ..matrices import Conv, ExpertDims, Split
 from ..metrics.meter import Meter
-from ..ortho import SchemeLike, resolve_scheme
+from ..ortho import SchemeLike
 from ..ortho.kernels.products import Kernels
 from ..params.arguments import options_from, warn_of_older_names
 from ..params.checks import check_replica_group
@@ -131,7 +131,6 @@ class Muon(PreparedStep):
         arguments = dict(locals())  # the parameters above are the options of the table, by name
         options = options_from(arguments)
         warn_of_older_names(arguments)
-        resolve_scheme(scheme, ns_steps)  # refuses a Scheme whose length is not ns_steps
         if debug:
             _show_log()
         engine: dict[str, Any] = {"compile": compile, "cuda_graphs": cuda_graphs, "kernels": kernels}

@@ -38,7 +38,7 @@ _unwarned = set(_MISLEADING)
 
 
 def options_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among the constructor's ``arguments`` by their names in the table, the optimizer-wide ones checked.
+    """The options among the constructor's ``arguments`` by their names in the table, checked.
 
     An option with another name may be given by either. If both are given, they must be equal.
     """
@@ -84,7 +84,7 @@ def warn_of_older_names(arguments: Mapping[str, Any]) -> None:
 
 def _value_of(option: Option, arguments: Mapping[str, Any]) -> Any:
     if not option.aliases:
-        if option.scope is Scope.OPTIMIZER and option.check is not None:
+        if option.check is not None:  # also of param groups: no group may use it yet
             option.check(arguments, option.name, "Muon")
         return arguments[option.name]
     # In the signature one of the names has the option's default, an older name if there is one, and the others have None.

@@ -21,7 +21,7 @@ from ..matrices import MatrixOptions, MatrixSet, check_expert_keys, check_matric
 from ..torch_compat import local_part
 from .arguments import fill_own_names
 from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, refuse_uninitialised, shown
-from .dtensors import check_memory, check_placement
+from .dtensors import check_memory, check_placement, held_ranges
 from .flattened import refuse_flattened
 from .lr import lr_factor
 from .option_table import ParamGroup, group_options, optimizer_options, split_as_tuple
@@ -243,27 +243,39 @@ def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rules: Sequen
         )
 
 
-def check_norm(name: str, param: Tensor, matrix_sets: Sequence[MatrixSet], rules: Sequence[UpdateRule]) -> None:
-    """Refuses a weight of zeros whose norm is to be kept, where its first gradient arrives. A rank sees its own shard only."""
-    weight = local_part(param)
-    if not weight.numel() or not any(isinstance(rule, Hyperball) and rule.rms is None for rule in rules):
-        return
-    first = matrix_sets[0].stack_dims
-    whole = weight.shape[first:] == param.shape[first:]
-    for part in matrix_sets if whole else matrix_sets[:1]:
+def nonzero_matrices(param: Tensor, matrix_sets: Sequence[MatrixSet]) -> dict[int, bool]:
+    """Of each matrix that this rank has elements of, by its number in the parameter: whether any of these is not zero."""
+    weight, first = local_part(param), matrix_sets[0].stack_dims
+    if not weight.numel():
+        return {}
+    held = [torch.cat([torch.arange(*held_range, device="cpu") for held_range in ranges]) for ranges in held_ranges(param)]
+    numbers, found = torch.zeros((), dtype=torch.int64, device="cpu"), dict[int, bool]()
+    for size, indices in zip(param.shape[:first], held, strict=False):
+        numbers = numbers.unsqueeze(-1) * size + indices
+    for k, part in enumerate(matrix_sets):
         piece = weight
-        if whole and part.window is not None:
-            for dim, part_range in enumerate(part.window, first):
-                if part_range.length < piece.size(dim):
-                    blocks = (part_range.start + k * part_range.period for k in range(part_range.count))
-                    indices = [index for block in blocks for index in range(block, block + part_range.size)]
-                    piece = piece.index_select(dim, torch.tensor(indices, device=piece.device))
-        if not bool(piece.flatten(first).count_nonzero(-1).all()):
-            zeros = "matrix of zeros, which would stay zero" if whole else "shard of zeros; a matrix of zeros would stay zero"
-            raise ConfigError(
-                f"{name}: Hyperball keeps the norm of a weight, and here is a {zeros}. Initialise it with other values, give it "
-                "a group with another rule, or say which norm it shall have: rule=Hyperball(rms=0.02)."
-            )
+        for dim, window in enumerate(part.window or (), first):
+            in_window = torch.zeros(param.shape[dim], dtype=torch.bool, device="cpu")
+            for block in range(window.count):
+                in_window[window.start + block * window.period :][: window.size] = True
+            piece = piece.index_select(dim, in_window[held[dim]].nonzero().flatten().to(piece.device))
+        if piece.numel():
+            nonzero = piece.flatten(first).count_nonzero(-1).flatten().tolist()
+            found |= zip((numbers * len(matrix_sets) + k).flatten().tolist(), map(bool, nonzero), strict=True)
+    return found
+
+
+def keeps_norm(rules: Sequence[UpdateRule]) -> bool:
+    """Whether rules keep the norm of a weight, which must then have one where its first gradient arrives."""
+    return any(isinstance(rule, Hyperball) and rule.rms is None for rule in rules)
+
+
+def zeros_refused(name: str) -> ConfigError:
+    """The error for a matrix of zeros whose norm is to be kept."""
+    return ConfigError(
+        f"{name}: Hyperball keeps the norm of a weight, and here is a matrix of zeros, which would stay zero. Initialise it with "
+        "other values, give it a group with another rule, or say which norm it shall have: rule=Hyperball(rms=0.02)."
+    )
 
 
 def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:

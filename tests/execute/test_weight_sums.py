@@ -22,7 +22,7 @@ from tests.dist.test_cases import run_case
 from tests.support.cases import Case, Param
 from tests.support.random_layouts import Layouts
 
-ELEMENTS = st.one_of(*(st.floats(-(2.0**power), 2.0**power, width=32) for power in (1, 66, -66)))
+ELEMENTS = st.one_of(*(st.floats(-(2.0**power), 2.0**power, width=32) for power in (1, 127, -120)))
 
 
 def sums(weights: Tensor, updates: Tensor, cuts: list[int], *, last_first: bool) -> list[float]:
@@ -50,7 +50,7 @@ def test_any_cut_gives_the_same_bits_and_the_right_number(pairs: list[tuple[floa
         products = [Fraction(x) * Fraction(y) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
         largest = max(map(abs, products))
         size = sum(map(abs, products))  # partial sums that cancel are no larger
-        bound = len(products) * max(largest * Fraction(1, 2**64), Fraction(1, 2**223)) + size * Fraction(1, 2**51)
+        bound = len(products) * max(largest * Fraction(1, 2**64), Fraction(1, 2**319)) + size * Fraction(1, 2**51)
         assert abs(Fraction(value) - sum(products)) <= bound
 
 
@@ -64,9 +64,9 @@ def test_what_is_far_below_the_largest_product_counts_nowhere(pairs: list[tuple[
         assert sums(weights, updates, cuts, last_first=False) == together
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39])
 def test_what_is_not_finite_or_too_large_shows_in_the_sum(bad: float) -> None:
-    weights, updates = torch.tensor([1.0, bad, 2.0]), torch.ones(3)
+    weights, updates = torch.tensor([1.0, bad, 2.0], dtype=torch.float64), torch.ones(3)
     for cuts in ([], [1], [1, 2]):
         weight, update, inner = sums(weights, updates, cuts, last_first=False)
         assert math.isnan(weight)

@@ -256,6 +256,28 @@ def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
     check_survivors(reports)
 
 
+# A rank that never steps.
+
+
+def unbuilt_on_one_rank(rank: int, folder: Path) -> str:
+    params = initial(world_mesh())
+    optimizer = muon_of(params, momentum=2.0 if rank == LOST else 0.95)
+    give_gradients(params, 0)
+    with pytest.raises(TransportError) as caught:
+        optimizer.step()
+    stay(folder, rank, WORLD - 1)
+    return str(caught.value)
+
+
+def test_a_constructor_that_raises_on_one_rank(tmp_path: Path) -> None:
+    """It does not communicate. The others hear in their first step that the rank has ended."""
+    ended = run_ranks(WORLD, unbuilt_on_one_rank, tmp_path)
+    assert "ConfigError: Muon: momentum=2.0 must be in [0, 1)" in ended.pop(LOST).trouble
+    for text in results_of(ended):
+        assert "ranks lost each other in the agreement of a step" in text
+        assert not has_timed_out(text, GROUP_TIMEOUT)
+
+
 # Ranks that look for each other in different groups.
 
 

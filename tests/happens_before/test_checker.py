@@ -55,6 +55,19 @@ def test_an_event_orders_what_was_given_before_it(recorder: Recorder) -> None:
     assert kinds(recorder) == ["race", "race"]
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_that_is_freed_once_the_host_has_waited_is_nobody_s(recorder: Recorder, waits: bool) -> None:
+    """No work of the stream that gets it must come between: the host allocates after its wait."""
+    side, x = torch.cuda.Stream(), zeros(4)
+    with beside(side, waits=True):
+        x.add_(1)
+    if waits:
+        side.synchronize()
+    del x
+    zeros(4)
+    assert kinds(recorder) == (["host wait"] if waits else ["lifetime"])
+
+
 def test_columns_of_one_buffer_do_not_meet(recorder: Recorder) -> None:
     side, x = torch.cuda.Stream(), zeros(4, 6)
     side.wait_stream(torch.cuda.current_stream())

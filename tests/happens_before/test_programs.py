@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshmuon.device import Streams
 from meshmuon.execute import build, executor
-from tests.support.happens_before.programs import EVENTS, Program, ProgramParam, random_program
+from tests.support.happens_before.programs import EVENTS, INT8_WIRES, Program, ProgramParam, random_program
 from tests.support.happens_before.removals import SCENARIOS
 from tests.support.happens_before.runs import check, run_program
 from tests.support.happens_before.twin_tensor import TwinTensor
@@ -46,6 +46,7 @@ def test_the_random_programs_are_of_every_kind() -> None:
         *(sum(event in dict(program.events).values() for program in programs) for event in EVENTS),
         sum(program.optimizer == "DistMuon" for program in programs),
         *(sum(program.options.get("metrics") == every for program in programs) for every in (1, 2)),
+        *(sum(program.options.get("comm_dtype") == wire for program in programs) for wire in (torch.float32, *INT8_WIRES)),
         sum(program.options["nonfinite"] == "skip" and program.nonfinite_step is not None for program in programs),
         *(sum(getattr(program, flag) for program in programs) for flag in ("scaled", "clips", "qk_clip", "device_lr")),
         *(sum(getattr(program, flag) for program in programs) for flag in ("own_stream", "fsdp_grads", "host_logits")),
@@ -137,6 +138,14 @@ def test_guarded_updates_that_are_not_finite(in_host: bool, kernels: str) -> Non
     assert not outcome.of("race", "lifetime", "misuse")
     for of_rank, start in zip(outcome.weights, run_program(replace(program, lr=0.0)).weights, strict=True):
         assert all(torch.equal(weight, first) for weight, first in zip(of_rank, start, strict=True))
+
+
+def test_programs_of_one_process_share_no_tensors() -> None:
+    """Where blocks of int8 momentum lie is cached: the second program would read what the first one's stream has written."""
+    params = (ProgramParam("layers.0.weight", (6, 4), (Shard(0),)),)
+    program = Program((2,), params, options={"ns_steps": 1, "momentum_dtype": torch.int8})
+    check(replace(program, own_stream=True))
+    check(program)
 
 
 def test_without_streams_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:

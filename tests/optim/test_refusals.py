@@ -119,15 +119,15 @@ def test_elements_that_share_an_address(memory: str, use_muon: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1e-3}, r"group 0: lr=-0\.001 must be at least 0"),
-        ({"lr": torch.tensor([1e-3, 1e-3])}, "group 0: lr is a tensor of 2 elements .*; it must have one"),
-        ({"momentum": 1.0}, r"group 0: momentum=1\.0 must be in \[0, 1\)"),
+        ({"lr": -1e-3}, r"Muon: lr=-0\.001 must be at least 0"),
+        ({"lr": torch.tensor([1e-3, 1e-3])}, "Muon: lr is a tensor of 2 elements .*; it must have one"),
+        ({"momentum": 1.0}, r"Muon: momentum=1\.0 must be in \[0, 1\)"),
         ({"adamw_betas": (1.0, 0.95)}, r"Muon: adamw_betas\[0\]=1\.0 must be in \[0, 1\)"),
         ({"scheme": [(1.0, 2.0, 3.0)] * 2}, r"the scheme has 2 steps but ns_steps=5. Pass ns_steps=2"),
         ({"scheme": keller(1)}, "the scheme has 1 steps but ns_steps=5. Pass ns_steps=1"),
         ({"scheme": [(1.0, 2.0)]}, r"every step is a triple \(a, b, c\)"),
         ({"ns_steps": 0, "scheme": [(1.0, 2.0, 3.0)]}, "ns_steps=0 must be a whole number from 1 to 64"),
-        ({"compute_dtype": torch.int8}, r"group 0: compute_dtype=torch\.int8 must be a floating point dtype"),
+        ({"compute_dtype": torch.int8}, r"Muon: compute_dtype=torch\.int8 must be a floating point dtype"),
         ({"chunk_size": 0}, r"chunk_size=0 must be -1 .* or at least 1"),
         ({"memory_budget": 0}, "memory_budget=0 must be a positive number of bytes"),
         ({"compile": True, "cuda_graphs": True}, "compile and cuda_graphs exclude each other"),
@@ -135,9 +135,10 @@ def test_elements_that_share_an_address(memory: str, use_muon: bool) -> None:
     ids=str,
 )
 def test_what_is_said_of_options(options: dict[str, Any], message: str) -> None:
-    """tests/params/test_option_fuzz.py has all options, and where they may be given."""
-    with pytest.raises(ConfigError, match=message):
-        Muon([group([matrix()]), group([matrix()], use_muon=False)], **options)
+    """Also where no group uses the option yet. tests/params/test_option_fuzz.py has all options, and where they may be given."""
+    for kinds in [(True, False), (True,), (False,)]:
+        with pytest.raises(ConfigError, match=message):
+            Muon([group([matrix()], use_muon=use_muon) for use_muon in kinds], **options)
 
 
 def test_errors_are_also_the_usual_ones() -> None:

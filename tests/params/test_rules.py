@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import (
     ConfigError,
@@ -512,20 +512,59 @@ def test_hyperball_refuses_a_fused_weight_with_zeros_in_one_part() -> None:
     assert param.detach()[4:].any()
 
 
-def test_hyperball_says_that_a_shard_of_zeros_is_what_a_rank_sees() -> None:
-    def refused(rank: int) -> str:
-        weight = draw((4, 6), 0)
-        weight[2:] = 0
-        mesh = init_device_mesh("cpu", (2,))
-        param = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
-        param.grad = distribute_tensor(draw((4, 6), 1), mesh, [Shard(0)])
-        with pytest.raises(ConfigError) as error:
-            optimizer_for([param], rule="hyperball", expert_keys=None).step()
-        return str(error.value)
+@pytest.mark.parametrize("scale", [1e-36, 1e30, 1e36])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hyperball_on_weights_near_the_ends_of_the_range(dtype: torch.dtype, scale: float) -> None:
+    """Weights that are larger or smaller by a power of two take the same steps, up to that power."""
+    factor = 2.0 ** round(math.log2(scale))
+    params = [nn.Parameter((draw((5, 7), 0) * size).to(dtype)) for size in (1.0, factor)]
+    optimizer = optimizer_for(params, rule="hyperball", expert_keys=None)
+    for step in range(3):
+        for param in params:
+            param.grad = draw((5, 7), step).to(dtype)
+        optimizer.step()
+    usual, scaled = (param.detach().double() for param in params)
+    assert usual.ne(draw((5, 7), 0).to(dtype)).any()
+    torch.testing.assert_close(scaled / factor, usual, rtol=0, atol=float(torch.finfo(dtype).eps * usual.abs().max()))
 
-    texts = run_threads(2, refused)
-    assert texts[0] == texts[1]
-    assert "here is a shard of zeros; a matrix of zeros would stay zero" in texts[0]
+
+FUSED = {"split": (4, 2), "expert_keys": None}
+ZEROS: dict[str, tuple[tuple[int, ...], tuple[slice, ...], dict[str, Any], bool]] = {  # shape, zeros, options; refused
+    "half of the rows": ((4, 6), (slice(2, 4),), {"expert_keys": None}, False),
+    "half of the columns": ((4, 6), (slice(None), slice(3)), {"expert_keys": None}, False),
+    "a matrix": ((4, 6), (slice(None),), {"expert_keys": None}, True),
+    "one part, which two ranks share": ((6, 4), (slice(4),), FUSED, True),
+    "a part but for a row": ((6, 4), (slice(3),), FUSED, False),
+    "an expert": ((3, 4, 6), (slice(1, 2),), {}, True),
+    "half of each expert": ((3, 4, 6), (slice(None), slice(2)), {}, False),
+    "one part of an expert": ((3, 6, 4), (slice(2, 3), slice(4, 6)), {"split": (4, 2)}, True),
+}
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("case", ZEROS)
+def test_hyperball_refuses_zeros_by_matrix_on_every_layout(case: str, dim: int | None) -> None:
+    """On all ranks in the same words before anything is written; it steps once the matrix has other values."""
+    shape, zeros, options, refused = ZEROS[case]
+    weight = draw(shape, 0)
+    weight[zeros] = 0
+
+    def texts(rank: int) -> str:
+        mesh, placements = init_device_mesh("cpu", (2,)), [Replicate() if dim is None else Shard(dim)]
+        param = nn.Parameter(distribute_tensor(weight, mesh, placements))
+        param.grad = distribute_tensor(draw(shape, 1), mesh, placements)
+        optimizer, text = optimizer_for([param], rule="hyperball", **options), ""
+        if refused:
+            with pytest.raises(ConfigError) as error:
+                optimizer.step()
+            text = str(error.value)
+            assert not optimizer.state[param]
+            param.detach().to_local().fill_(1.0)
+        optimizer.step()
+        return text
+
+    (text,) = set(run_threads(2, texts))
+    assert ("here is a matrix of zeros, which would stay zero" in text) is refused
 
 
 def test_states_of_lists_and_older_ones_load() -> None:

@@ -25,9 +25,9 @@ from .numerics import seeded
 
 _STEPS, _STRESS_STEPS, _QUICK_STRESS_STEPS = 3, 200, 40
 _LONGEST_DELAY = 0.002  # seconds that a rank may come late under stress
-# Of weights in host memory. Powers of two: a host and a device that fuse different operations then still round identically. One
-# matrix per batch and wave, so that several are in flight at the same time.
-_HOST_OPTIONS: dict[str, Any] = {
+# For equal bits on any device. Powers of two: kernels that fuse different operations then still round identically, a host too.
+# One matrix per batch and wave, so that several are in flight at the same time.
+_EXACT_OPTIONS: dict[str, Any] = {
     "lr": 2.0**-7,
     "momentum": 0.5,
     "weight_decay": 0.125,
@@ -59,6 +59,25 @@ def check_fsdp2(context: Context, what: str = "uneven shards", **options: Any) -
 
 def check_bf16_wire(context: Context) -> Finding:
     return check_fsdp2(context, "bfloat16 on the wire", comm_dtype=torch.bfloat16)
+
+
+def check_int8(context: Context) -> Finding:
+    """Matrices in int8, on the wire and in the momentum, cut in several ways, beside a path that rounds whole matrices.
+
+    Bit for bit on any device: all of them send, and a whole matrix is rounded by the same rule.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    axes, options = context.two_axes(), {**_EXACT_OPTIONS, "comm_dtype": torch.int8, "momentum_dtype": torch.int8}
+    cuts = {"rows": (0, 0), "columns": (1, 1), "both": (0, 1)}  # which dims the axes shard; columns are cut inside blocks of 128
+    whole = _seeded_params(context, dict.fromkeys(cuts, (2 * context.world + 1, 150)))
+    params = {
+        name: nn.Parameter(distribute_tensor(param.detach().clone(), context.mesh(*axes), [*map(Shard, cuts[name])]))
+        for name, param in whole.items()
+    }
+    comparison = Comparison(context, params, whole, muon_on(params, **options), muon_on(whole, reference_path=True, **options))
+    comparison.exact, comparison.against = set(whole), "the reference path"
+    return comparison.run(range(_STEPS)).finding(f"rows, columns and both cut over {axes[0]} × {axes[1]}")
 
 
 def check_empty_shards(context: Context) -> Finding:
@@ -173,8 +192,8 @@ def stepped_side_by_side(
 
     The matrices must be equal bit for bit: the same device multiplies the same numbers in the same order.
     """
-    optimizer = muon_on(params, **_HOST_OPTIONS)
-    comparison = Comparison(context, params, resident, optimizer, muon_on(resident, **_HOST_OPTIONS))
+    optimizer = muon_on(params, **_EXACT_OPTIONS)
+    comparison = Comparison(context, params, resident, optimizer, muon_on(resident, **_EXACT_OPTIONS))
     comparison.against = "weights on the device"
     # AdamW's weights may differ by rounding: a fused kernel of the host steps them, and another one of the device.
     comparison.exact = {name for name, param in params.items() if param.dim() > 1}

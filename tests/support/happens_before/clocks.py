@@ -85,8 +85,8 @@ class Clocks:
         _join(self._clocks[stream], clock)
 
     def reached(self, stream: int, access: Access) -> bool:
-        """Whether ``access`` happens before what the stream is given next."""
-        return self._clocks[stream].get(access.stream, 0) >= access.count
+        """Whether ``access`` happens before what the stream is given next: that comes after all that the host has waited for."""
+        return any(self._clocks[waiting].get(access.stream, 0) >= access.count for waiting in (stream, HOST))
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -64,6 +64,7 @@ EVENTS = {
     "copy": "the optimizer is copied, and its state read",
     "prepare": "the optimizer prepares a step",
 }
+INT8_WIRES = [torch.int8, (torch.bfloat16, torch.int8), (torch.int8, torch.float32)]
 MESHES = [(1,), (2,), (2,), (3,), (4,), (2, 2), (2, 2), (1, 3), (3, 2), (2, 1, 2)]
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12]
 
@@ -102,11 +103,14 @@ def random_program(seed: int) -> Program:
         own_stream=rng.random() < 0.2,
         fsdp_grads=rng.random() < 0.3,
     )
-    # Drawn last, so that the programs are otherwise those that they were before there were metrics.
+    # Drawn last, so that the programs are otherwise those that they were before there were metrics, and then int8 on the wire.
     every, kernels = rng.choice([None, 1, 2]), rng.choice(["auto", "auto", "torch"])
     measured = {} if every is None else {"metrics": every}
     prepares: tuple[tuple[int, str], ...] = ((rng.choice([0, 0, 2]), "prepare"),) if rng.random() < 0.4 else ()
-    return replace(drawn, options={**drawn.options, **measured, "kernels": kernels}, events=(*drawn.events, *prepares))
+    added = {**measured, "kernels": kernels}
+    if program.optimizer == "Muon" and rng.random() < 0.3:
+        added["comm_dtype"] = rng.choice(INT8_WIRES)
+    return replace(drawn, options={**drawn.options, **added}, events=(*drawn.events, *prepares))
 
 
 def in_host_memory(program: Program, seed: int) -> Program:
