@@ -103,7 +103,7 @@ def _exchange(
     routes, template = routes_of_rank(builder.rank), builder.step_params[min(params)]
 
     def memory_of(name: str) -> RelayMemory:
-        return RelayMemory(builder.workspace, name, name)
+        return RelayMemory(builder.workspace, f"{name} {memory}", name)
 
     def placed(transfers: Sequence[PieceTransfer]) -> tuple[Tensor, list[tuple[PieceTransfer, Tensor]]]:
         """A buffer for exactly these transfers, and the view of each."""

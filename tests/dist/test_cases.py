@@ -34,6 +34,7 @@ from tests.support.cases import Case, Gradients, Held, Param, check, gradient, h
 from tests.support.counting import Wire, counted
 from tests.support.hostile import HostileArithmetic, fresh_trials
 from tests.support.random_layouts import Layouts, cases
+from tests.support.rules import Drag
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
 from tests.tools.predict.test_calibration import MEASURED
@@ -257,6 +258,13 @@ def test_relays_change_no_bit(shape: tuple[int, ...], per_node: str, averages: b
             run_case(Case(params, {**options, **more}, 3, averages=averages), Layouts(shape)) for more in ({}, {"max_peers": 1})
         )
     assert sum(relayed.nbytes.values()) > sum(direct.nbytes.values()) > 0
+
+
+def test_states_of_several_rules_go_through_relays_at_the_same_time() -> None:
+    params = (Param((12, 9), 0, (S0, R)), Param((9, 12), 0, (S0, S1)))
+    options = {"rule": ("normuon", Drag(axis="rows")), "max_peers": 1}
+    with patch.dict(os.environ, {RANKS_PER_NODE: "2,2,2"}):
+        run_case(Case(params, options, 3), Layouts((3, 2)))
 
 
 @settings(max_examples=5, phases=GENERATE)
