@@ -10,7 +10,7 @@ from .plan_data import PlanData, add_local_costs
 from .relays import HopRoutes, Hops, Parcel, Relays, WaveHops
 from .report import bytes_text, counted, how_computed, table
 from .routes import WaveRoutes, WaveSizes, rank_routes, routes_of, slot_sizes, wave_sizes
-from .schedule import Action, Batch, BatchItem, ItemRange, gradient_read_order, most_gathered_ahead, pipeline_order, plan_batches
+from .schedule import Action, Batch, BatchItem, gradient_read_order, most_gathered_ahead, pipeline_order, plan_batches
 from .tasks import (
     DEFAULT_IN_FLIGHT,
     DEFAULT_MAX_PEERS,
