@@ -8,13 +8,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from ..device import device_memory, device_name, memory_budget_for
 from ..errors import PlanError
 from ..execute import may_fail
-from ..layout import Layout, Mesh, shard_matrices
+from ..layout import Layout, Mesh
 from ..matrices import MatrixSet
 from ..ortho import expected_flops
 from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica_ranks, replicated_layout, siblings
@@ -35,7 +35,7 @@ from ..plan import (
     Wire,
     choose_plan,
     cost_model_for,
-    cuts_blocks,
+    layout_cuts_blocks,
     machine_like,
     make_plan,
 )
@@ -299,13 +299,8 @@ class LocalPlanner:
 
     def _planned_param(self, record: ParamRecord, matrix_set: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:
         ranks, rows, cols = self._topology.ranks, matrix_set.rows, matrix_set.cols
-        gathers_int8, matrices = (
-            record.comm_dtype.gather.itemsize == INT8,
-            partial(shard_matrices, stack_dims=matrix_set.stack_dims),
-        )
-        by_owner = gathers_int8 and any(
-            cuts_blocks(sharded) for layout in layouts for sharded in set(matrices(layout, window=matrix_set.window))
-        )
+        gathers_int8 = record.comm_dtype.gather.itemsize == INT8
+        by_owner = gathers_int8 and any(layout_cuts_blocks(layout, matrix_set) for layout in layouts)
         itemsize = (record.update_dtype if by_owner else record.comm_dtype.gather).itemsize
         # A private parameter is planned as replicated over all ranks. It is then whole, so it stays on this rank, and it costs
         # nothing in the balance. Reports count it on every rank, as if each had one like it. Replicas share what code of the user

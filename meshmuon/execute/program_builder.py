@@ -25,7 +25,7 @@ from ..plan import (
     Relays,
     WaveRoutes,
     bytes_of,
-    cuts_blocks_of,
+    cuts_blocks,
     plan_batches,
     routes_of,
 )
@@ -184,7 +184,7 @@ class ProgramBuilder:
         shards, piece = self.piece_views(transfer, offset, buffer), transfer.piece
         if buffer.dtype != torch.int8:
             return shards
-        if len(shards) > 1 or (len(piece.cols) > 1 and cuts_blocks_of(piece, self.plan.tasks[transfer.task].sharded.cols)):
+        if len(shards) > 1 or (len(piece.cols) > 1 and cuts_blocks(piece, self.plan.tasks[transfer.task].sharded.cols)):
             return None
         (shard,) = shards
         row_dims = self.step_params[shard.part_index].matrix_set.stack_dims + 1

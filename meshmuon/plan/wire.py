@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..layout import Piece, Ranges, ShardedMatrix
+from ..layout import Layout, Piece, Ranges, shard_matrices
+from ..matrices import MatrixSet
 
 BLOCK = 128
 """Elements of a row that share a scale."""
@@ -72,12 +73,13 @@ def blocks_touched(cols: Ranges) -> Ranges:
     return tuple(joined)
 
 
-def cuts_blocks(sharded: ShardedMatrix) -> bool:
-    """Whether some holder has a part of a block only, or a short block before others: it cannot find its scales alone."""
-    return any(cuts_blocks_of(piece, sharded.cols) for piece in sharded.pieces)
+def layout_cuts_blocks(layout: Layout, matrix_set: MatrixSet) -> bool:
+    """Whether some holder of a matrix of the set cannot find the scales of its blocks alone."""
+    matrices = shard_matrices(layout, stack_dims=matrix_set.stack_dims, window=matrix_set.window)
+    return any(cuts_blocks(piece, sharded.cols) for sharded in set(matrices) for piece in sharded.pieces)
 
 
-def cuts_blocks_of(piece: Piece, width: int) -> bool:
+def cuts_blocks(piece: Piece, width: int) -> bool:
     """Whether a piece of a matrix with ``width`` columns has a part of a block only, or a short block before others."""
     ends = [stop for _, stop in piece.cols]
     whole = all(stop % BLOCK == 0 for stop in ends[:-1]) and (ends[-1] % BLOCK == 0 or ends[-1] == width)

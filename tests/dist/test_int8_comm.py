@@ -14,6 +14,8 @@ from unittest.mock import patch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshmuon import ConfigError, Muon
 from meshmuon.execute import buffers, int8, program_builder
@@ -41,6 +43,23 @@ DTYPES = [
     torch.float64,
     torch.float32,  # narrower than the updates of float64 parameters
 ]
+
+
+def test_the_routing_table_says_what_is_gathered_unrounded() -> None:
+    """300 columns over two ranks: 150 each. Rows never cut blocks, and results in int8 need no holder to know a scale."""
+
+    def notes(rank: int) -> list[tuple[str, ...]]:
+        mesh, found = init_device_mesh("cpu", (2,)), []
+        for dtype in (torch.int8, (torch.bfloat16, torch.int8), None):
+            weights = [distribute_tensor(torch.zeros(8, 300), mesh, [Shard(k)], src_data_rank=None) for k in (0, 1, 1)]
+            group = {"params": list(map(torch.nn.Parameter, weights)), "names": ["rows", "cut", "too"], "use_muon": True}
+            found.append(Muon([group], comm_dtype=dtype).routing_table().notes)
+        return found
+
+    for in_int8, *others in run_threads(2, notes):
+        (note,) = in_int8
+        assert note.startswith("cut (and 1 more): gathered unrounded")
+        assert others == [(), ()]
 
 
 @contextmanager
