@@ -125,7 +125,7 @@ def test_imports_point_down(path: Path) -> None:
 
 
 ROOT = PACKAGE.parent
-FRONT_DOORS = [PACKAGE / room / "__init__.py" for room in ("layout", "models", "ortho", "plan", "transport")]
+FRONT_DOORS = [PACKAGE / room / "__init__.py" for room in ("execute", "layout", "models", "ortho", "plan", "transport")]
 
 
 def taken_from(room: str) -> set[str]:

@@ -5,50 +5,15 @@ from .elementwise import Elementwise
 from .executor import Executor, StepExecutor
 from .int8_momentum import Int8Momentum, MomentumBlocks
 from .reference import ReferenceExecutor
-from .rounding import Elements, RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
+from .rounding import RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .settings import CommDtype, CommDtypeLike, ExecutorSettings
 from .step_param import (
     UNOBSERVED,
     CheckedUpdates,
     MatrixKey,
     Observer,
-    RunningStep,
     StepParam,
     StepSettings,
 )
 from .update_rule import RULE_STATE, UpdateRule, WeightNumbers, may_fail, rule_memories, scaled
 from .views import window_of
-
-__all__ = [
-    "RULE_STATE",
-    "UNOBSERVED",
-    "CheckedUpdates",
-    "CommDtype",
-    "CommDtypeLike",
-    "DataParallelExecutor",
-    "Elements",
-    "Elementwise",
-    "Executor",
-    "ExecutorSettings",
-    "Int8Momentum",
-    "MatrixKey",
-    "MomentumBlocks",
-    "Observer",
-    "RandomWords",
-    "ReferenceExecutor",
-    "RoundingScratch",
-    "RunningStep",
-    "StepExecutor",
-    "StepParam",
-    "StepSettings",
-    "UpdateRule",
-    "WeightNumbers",
-    "advance_counters",
-    "chunks_of",
-    "elements_held",
-    "may_fail",
-    "round_stochastically",
-    "rule_memories",
-    "scaled",
-    "window_of",
-]

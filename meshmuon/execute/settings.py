@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -62,12 +61,6 @@ class ExecutorSettings:
         check_kernels(self.kernels)
         if self.compile and self.kernels in ("triton", "quack"):
             raise ConfigError(f"compile and kernels={self.kernels!r} exclude each other: torch.compile has its own kernels.")
-
-    def __setstate__(self, state: Sequence[object]) -> None:
-        """Settings that were pickled before an option existed get its default."""
-        missing = (option.default for option in fields(self)[len(state) :])
-        for option, value in zip(fields(self), (*state, *missing), strict=True):
-            object.__setattr__(self, option.name, value)
 
     @property
     def bits(self) -> str:

@@ -21,7 +21,6 @@ from .elementwise import Elementwise
 from .int8_momentum import MomentumBlocks
 from .rounding import Elements
 from .settings import FULL_PRECISION, CommDtype
-from .settings import ExecutorSettings as ExecutorSettings  # where pickled optimizers look for it
 from .update_rule import UpdateRule, may_fail, rule_memories
 from .views import Cut
 

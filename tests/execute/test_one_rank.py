@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshmuon import Muon
 from meshmuon.device import Graphs
-from meshmuon.execute import ExecutorSettings, ortho_batch
+from meshmuon.execute import ortho_batch
 from tests.support.reference import LR, assert_same_bits, copies, engine_muon, gradients, group, make_params, run, set_gradients
 
 
@@ -85,10 +85,3 @@ def test_what_is_orthogonalised(nesterov: bool) -> None:
         assert torch.equal(seen[step], torch.stack(expected)), "halves are exact, so that each sum is rounded once"
         assert_same_bits([optimizer.state[param]["momentum_buffer"] for param in params], momenta)
     assert_same_bits(params, before)
-
-
-def test_settings_pickled_before_an_option_existed_have_its_default() -> None:
-    settings: Any = ExecutorSettings(chunk_size=3, form="gram")
-    older: Any = object.__new__(ExecutorSettings)
-    older.__setstate__(settings.__getstate__()[:-3])
-    assert older == settings

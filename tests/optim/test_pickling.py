@@ -13,10 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshmuon import ConfigError, KernelWarning, Muon, NorMuon
-from meshmuon.execute import ExecutorSettings
-from meshmuon.execute import settings as executor_settings
-from meshmuon.ortho.kernels.products import BlockedProducts
+from meshmuon import ConfigError, Muon, NorMuon
 from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, set_gradients
 
 FIX = r"cannot be pickled.*top level of a module.*state_dict\(\)"
@@ -99,30 +96,3 @@ def dump(value, file):
         else:
             with pytest.raises(ConfigError, match=FIX):
                 module["dump"](optimizer, file)
-
-
-class BrokenProducts(BlockedProducts):
-    """Stands in for a kernel that cannot be compiled here."""
-
-    def symmetric(self, *args: Any, **options: Any) -> Tensor:
-        raise RuntimeError("Failed to find C compiler")
-
-
-def test_an_optimizer_that_was_pickled_before_there_were_kernels_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its settings lack what came later. It falls back to torch's products as a new one does."""
-    params = make_params((4, 6), (5, 3))
-    optimizer = Muon([group(params)], lr=LR, scheme="keller")
-    names = ("chunk_size", "memory_budget", "form", "deterministic", "compile", "cuda_graphs")
-    monkeypatch.setattr(ExecutorSettings, "__getstate__", lambda settings: [getattr(settings, name) for name in names])
-    older: Muon = pickle.loads(pickle.dumps(optimizer))
-    monkeypatch.setattr(
-        executor_settings, "products_for", lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else BrokenProducts()
-    )
-    expected = Muon([group(params)], lr=LR, scheme="keller", kernels="torch")
-    copied = older.param_groups[0]["params"]
-    for of_one in (copied, params):
-        set_gradients(of_one, gradients(of_one, 0))
-    with pytest.warns(KernelWarning, match="Failed to find C compiler"):
-        older.step()
-    expected.step()
-    assert_same_bits(copied, params)
