@@ -10,12 +10,15 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(common.ROOT))  # for the counts of DistMuon
 from layouts import ModelLayout, layouts_for
 from ranks import Runner, make, rates_for
 from wire import Wire

@@ -410,7 +410,7 @@ def copy_kernel(
     # Operands: target, source. What goes to int8 may be a part of blocks of which the source has all.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     there = inside
-    if kind_0 >= _IN_BLOCKS:
+    if kind_0 >= _IN_BLOCKS and not dense:
         size_3 = tl.load(entry + 7) + tl.load(entry + 3)
         there = (tl.max(inside.to(tl.int32), axis=1) > 0)[:, None] & (cols < size_3)[None, :]
     numbers = _read(entry, 1, i0, i1, i2, cols, there, kind_1, dense)
