@@ -232,7 +232,7 @@ class Elementwise:
             return tensors
         wide = torch.float64 if params[0].dtype == torch.float64 else torch.float32
         tensors = (scratch or scratch_for(params[0].device)).take_like("restored", params, wide)
-        self.copy(tensors, updates)
+        self.copy([tensor.view(update.shape) for tensor, update in zip(tensors, updates, strict=True)], updates)
         return tensors
 
     def copy(self, targets: Sequence[Numbers], sources: Sequence[Numbers]) -> None:

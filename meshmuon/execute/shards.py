@@ -7,7 +7,7 @@ that a rank holds is in one ``MomentumViews`` and in one ``UpdateViews`` of a st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..device import copy_to
 from ..torch_compat import local_part, local_parts
 from .elementwise import OldMomenta
-from .int8 import Numbers
+from .int8 import Int8Blocks, Numbers
 from .int8_momentum import Int8Momentum, ShardBlocks
 from .rounding import RoundingScratch
 from .step_param import MatrixKey, RunningStep, StepParam
@@ -58,6 +58,11 @@ class ShardView:
         return self.view
 
     @property
+    def in_int8(self) -> bool:
+        """Whether the view is in int8. Elementwise work is on lists of which all are, or none."""
+        return isinstance(self.view, Int8Blocks)
+
+    @property
     def key(self) -> MatrixKey:
         return self.part_index, self.matrix
 
@@ -73,9 +78,10 @@ class MomentumViews:
     """
 
     def __init__(self, shards: Sequence[ShardView], step_params: Sequence[StepParam], unsent: Sequence[ShardView] = ()) -> None:
-        self._sent, self._unsent = (
-            grouped(views, lambda shard: step_params[shard.part_index].group_index) for views in (shards, unsent)
-        )
+        def kind(shard: ShardView) -> Hashable:
+            return step_params[shard.part_index].group_index, shard.in_int8
+
+        self._sent, self._unsent = (grouped(views, kind) for views in (shards, unsent))
 
     def fill(self, step: RunningStep) -> FallibleMomenta:
         """M ← retain·M + gain·G, and the views get gain·G + momentum·M, or M without Nesterov; those of idle parameters stay.
@@ -121,7 +127,7 @@ class UpdateViews:
     ) -> None:
         def kind(shard: ShardView) -> Hashable:
             step_param = step_params[shard.part_index]
-            return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype
+            return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype, shard.in_int8
 
         self._groups = grouped(shards, kind)
         self._scratch = RoundingScratch() if scratch is None else scratch
@@ -203,11 +209,15 @@ class UpdateViews:
         """Adds up what rules ask for, as far as this rank has it. Returns whether ``reduce_tables`` must run before ``apply``."""
         if self._sums is None or step.only_compiles:
             return False
-        counted = [shard for group in self._groups for shard in _without(group, step.idle) if shard.rows and shard.counted]
-        weights = _weights(counted, step)
-        updates = step.elementwise.numbers([shard.view for shard in counted], weights, self._scratch)
-        parts = [(shard.rows, w, u) for shard, w, u in zip(counted, weights, updates, strict=True) if shard.rows]
-        return self._sums.add_up(parts, step)
+        return self._sums.add_up(self._products(step), step)
+
+    def _products(self, step: RunningStep) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """What ``WeightSums.add_up`` takes, one group after the other: they share the memory of numbers from int8."""
+        for group in self._groups:
+            counted = [shard for shard in _without(group, step.idle) if shard.rows and shard.counted]
+            weights = _weights(counted, step)
+            updates = step.elementwise.numbers([shard.view for shard in counted], weights, self._scratch)
+            yield from ((shard.rows, w, u) for shard, w, u in zip(counted, weights, updates, strict=True) if shard.rows)
 
 
 def load_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:

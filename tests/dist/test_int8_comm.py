@@ -11,17 +11,18 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshmuon import ConfigError, Muon
+from meshmuon import ConfigError, Interleaved, Muon
 from meshmuon.execute import buffers, int8, program_builder
 from meshmuon.plan import NO_WAVE, wire
 from tests.dist.test_cases import GENERATE, Drawn
-from tests.support.cases import SCALES, Held, held_by, place, placed_like, sharded, single
+from tests.support.cases import SCALES, Case, Held, Param, check, held_by, place, placed_like, sharded, single
 from tests.support.counting import counted
 from tests.support.random_layouts import cases
 from tests.support.tensors import local, same
@@ -60,6 +61,17 @@ def test_the_routing_table_says_what_is_gathered_unrounded() -> None:
         (note,) = in_int8
         assert note.startswith("cut (and 1 more): gathered unrounded")
         assert others == [(), ()]
+
+
+@pytest.mark.parametrize("rule", ["plain", "hyperball"])
+@pytest.mark.parametrize("dtypes", [torch.int8, (torch.bfloat16, torch.int8)], ids=str)
+@pytest.mark.parametrize("more", [{}, {"nonfinite": "skip", "momentum_dtype": torch.int8}], ids=["floats", "int8"])
+def test_odd_pieces_beside_others(rule: str, dtypes: Any, more: dict[str, Any]) -> None:
+    """Of nine rows that take turns, rank 0 has 1, 2 and 4 of a part: two views, whose numbers are in memory of their own."""
+    params = Param((6, 6), placements=(Shard(0),)), Param((9, 6), placements=(Shard(0),), split=Interleaved((1, 2), 3))
+    case = Case(params, {"rule": rule, "comm_dtype": dtypes, **more})
+    expected = single(replace(case, options={**case.options, "reference_path": True}))
+    run_threads(2, lambda rank: check(case, [init_device_mesh("cpu", (2,))], expected))
 
 
 @contextmanager

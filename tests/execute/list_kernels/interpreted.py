@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshmuon.execute import elementwise, int8, rounding
+from meshmuon.execute import elementwise, fused_elementwise, int8, rounding
 from meshmuon.execute.int8_momentum import Int8Momentum
 from meshmuon.execute.list_kernels import ListKernels
 from tests.support.happens_before.list_kernels import in_int8
@@ -345,6 +345,31 @@ def test_weights_have_the_bits_of_the_twin_with_updates_in_int8(
 def elements_of(param: Tensor) -> rounding.Elements:
     held = [((0, size),) for size in param.shape]
     return rounding.elements_held(param.shape, held, param.device).hashed()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("guarded", [False, True])
+def test_filters_are_stepped_with_updates_in_int8(
+    dtype: torch.dtype, layout: torch.memory_format, guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their columns are several dims, which only some views join, and random bits are for none of them joined."""
+    monkeypatch.setattr(fused_elementwise, "_is_fused", lambda numbers: numbers.dtype in FLOATS or numbers.dtype == torch.int8)
+    updates, shape = InInt8([(2, 150)], [100], 0), (2, 10, 3, 5)
+    updates.blocks[0].scales[0, :2] = torch.tensor([math.nan]).bfloat16().view(torch.int8)
+    params, expected = ([torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)] for _ in range(2))
+    params = [param.to(memory_format=layout) for param in params]
+    counters = [(torch.tensor([7, 3]), elements_of(params[0]))] if dtype == torch.bfloat16 else None
+    momenta = [(param.float() + 1).contiguous() for param in params]
+    kept, restored = ([momentum.clone() for momentum in momenta] for _ in range(2))
+    before = [momentum * 2 for momentum in momenta]
+    fused, twin = fused_elementwise.FusedElementwise(torch.device("cpu")), elementwise.Elementwise()
+    for each, weights, own in ((fused, params, kept), (twin, expected, restored)):
+        old = elementwise.OldMomenta(own, before) if guarded else None
+        each.apply(weights, updates.blocks, 0.9, 0.1, counters=counters, old_momenta=old)
+    assert all_same(params, expected)
+    assert all_same(kept, restored)
+    assert same(*(each.numbers(updates.blocks, params, None)[0] for each in (fused, twin)))
 
 
 def test_a_rate_of_zero_changes_no_bit() -> None:
