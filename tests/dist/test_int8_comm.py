@@ -16,10 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import ConfigError, Interleaved, Muon
-from meshmuon.execute import buffers, int8, program_builder
+from meshmuon.execute import buffers, elementwise, int8, program_builder, rounding
 from meshmuon.plan import NO_WAVE, wire
 from tests.dist.test_cases import GENERATE, Drawn
 from tests.support.cases import SCALES, Case, Held, Param, check, held_by, place, placed_like, sharded, single
@@ -80,6 +81,28 @@ def blocks_of(size: int) -> Iterator[None]:
         for module in (wire, int8, buffers, program_builder):
             stack.enter_context(patch.object(module, "BLOCK", size))
         yield
+
+
+PIECES = {
+    "rows in turns": Param((16, 6), placements=(Shard(0),), split=Interleaved((2, 2), 4)),
+    "two ranges of columns, whole blocks": Param((5, 16), placements=(_StridedShard(1, split_factor=2),)),
+    "two ranges of columns, cut blocks": Param((5, 12), placements=(_StridedShard(1, split_factor=2),)),
+    "replicas that do not send": Param((7, 10), placements=(Replicate(),)),
+    "numbers of float64": Param((7, 10), placements=(Shard(1),), dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_pieces_of_every_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the end five elements at a time, too."""
+    case = Case((PIECES[kind],), {"comm_dtype": torch.int8, "replicas": "share"})
+    with blocks_of(4):
+        expected = single(replace(case, options={**case.options, "reference_path": True}))
+        for _ in range(2):
+            run_threads(2, lambda rank: check(case, [init_device_mesh("cpu", (2,))], expected))
+            monkeypatch.setattr(int8, "_AT_ONCE", 5)
+            monkeypatch.setattr(elementwise, "_FILLED_AT_ONCE", 5)
+            monkeypatch.setattr(rounding, "_CHUNK", {"cpu": 5})
 
 
 @settings(max_examples=30, phases=GENERATE, deadline=None)

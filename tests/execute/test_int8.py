@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshmuon.execute import int8
+from meshmuon.execute.elementwise import Elementwise
 from meshmuon.execute.int8 import Int8Blocks, blocks_in, dequantise, quantise, round_to_int8, scales_shape
 from meshmuon.plan import BLOCK
 
@@ -153,6 +154,14 @@ def test_other_dtypes_are_read_as_float32_and_rounded_once(dtype: torch.dtype) -
     expected = restored(numbers.float())
     round_to_int8(numbers)
     assert torch.equal(numbers, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_updates_are_restored_in_the_dtype_in_which_weights_are_formed(dtype: torch.dtype) -> None:
+    """One of float32 would be rounded once more when it is multiplied with a rate on a device, beside weights of float64."""
+    (numbers,) = Elementwise().numbers([in_int8(*quantised(seeded(4, 6)))], [torch.empty(4, 2, 3, dtype=dtype)], None)
+    assert numbers.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(numbers.flatten(1).float(), restored(seeded(4, 6)))
 
 
 def test_the_error_is_that_of_half_a_step() -> None:

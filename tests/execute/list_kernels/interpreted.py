@@ -169,6 +169,42 @@ def test_copies_into_int8_and_out_of_it_have_the_bits_of_the_twin(data: st.DataO
     assert all_same(targets, expected)
 
 
+@pytest.mark.parametrize("first", [0, 64])
+def test_blocks_that_begin_at_multiples_of_16_bytes(first: int) -> None:
+    """They may move in vectors, but not where the first block is cut."""
+    numbers, out = (
+        torch.randn(2, 128 + first, generator=torch.Generator().manual_seed(0)),
+        [torch.empty(2, 128) for _ in range(2)],
+    )
+    kernels, twin = ListKernels(), elementwise.Elementwise()
+    blocks = [int8.Int8Blocks(*(torch.zeros(2, size, dtype=torch.int8) for size in (128, 16)), first) for _ in range(2)]
+    blocks = [int8.Int8Blocks(of.quanta, of.scales[:, : 2 * int8.blocks_in(128, first)], first) for of in blocks]
+    for each, of, into in zip((kernels, twin), blocks, out, strict=True):
+        each.copy([of], [numbers])
+        each.copy([into], [of])
+    assert torch.equal(blocks[0].quanta, blocks[1].quanta)
+    assert torch.equal(blocks[0].scales, blocks[1].scales)
+    assert same(*out)
+
+
+def test_a_table_is_for_blocks_that_begin_where_these_do() -> None:
+    """The same memory, read with its second block from column 128 on, then from column 108 on."""
+    memory, kernels = InInt8([(3, 150)], [0], 0).blocks[0], ListKernels()
+    out, expected = [torch.empty(3, 150)], [torch.empty(3, 150)]
+    for first in (0, 20):
+        blocks = [int8.Int8Blocks(memory.quanta, memory.scales, first)]
+        kernels.copy(out, blocks)
+        elementwise.Elementwise().copy(expected, blocks)
+        assert all_same(out, expected)
+
+
+def test_new_momentum_stays_zeros_in_a_step_that_is_skipped() -> None:
+    """Its scales are zeros, too: the quotients would be NaN."""
+    blocks = int8.Int8Blocks(torch.zeros(3, 130, dtype=torch.int8), torch.zeros(3, 4, dtype=torch.int8))
+    ListKernels().fill([view := torch.ones(3, 130)], [torch.full((3, 130), -0.0)], [blocks], torch.tensor(1.0), 0.9)
+    assert not any(tensor.any() for tensor in (blocks.quanta, blocks.scales, view))
+
+
 @slow
 @given(st.data(), st.sampled_from(FLOATS))
 def test_numbers_are_rounded_through_int8_as_by_the_twin(data: st.DataObject, dtype: torch.dtype) -> None:
@@ -356,19 +392,21 @@ def test_filters_are_stepped_with_updates_in_int8(
     """Their columns are several dims, which only some views join, and random bits are for none of them joined."""
     monkeypatch.setattr(fused_elementwise, "_is_fused", lambda numbers: numbers.dtype in FLOATS or numbers.dtype == torch.int8)
     updates, shape = InInt8([(2, 150)], [100], 0), (2, 10, 3, 5)
-    updates.blocks[0].scales[0, :2] = torch.tensor([math.nan]).bfloat16().view(torch.int8)
+    updates.blocks[0].scales[0, :2] = torch.tensor([0x7FC0], dtype=torch.int16).view(torch.int8)  # NaN
     params, expected = ([torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)] for _ in range(2))
     params = [param.to(memory_format=layout) for param in params]
     counters = [(torch.tensor([7, 3]), elements_of(params[0]))] if dtype == torch.bfloat16 else None
     momenta = [(param.float() + 1).contiguous() for param in params]
     kept, restored = ([momentum.clone() for momentum in momenta] for _ in range(2))
     before = [momentum * 2 for momentum in momenta]
+    scales, scales_of_twin = (torch.ones(1, 2, 2).bfloat16().unbind() for _ in range(2))
+    scales_before = [torch.full((2, 2), 3.0).bfloat16()]
     fused, twin = fused_elementwise.FusedElementwise(torch.device("cpu")), elementwise.Elementwise()
-    for each, weights, own in ((fused, params, kept), (twin, expected, restored)):
-        old = elementwise.OldMomenta(own, before) if guarded else None
+    for each, weights, own, now in ((fused, params, kept, scales), (twin, expected, restored, scales_of_twin)):
+        old = elementwise.OldMomenta(own, before, list(now), scales_before) if guarded else None
         each.apply(weights, updates.blocks, 0.9, 0.1, counters=counters, old_momenta=old)
     assert all_same(params, expected)
-    assert all_same(kept, restored)
+    assert all_same([*kept, *scales], [*restored, *scales_of_twin])
     assert same(*(each.numbers(updates.blocks, params, None)[0] for each in (fused, twin)))
 
 
