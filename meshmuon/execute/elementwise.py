@@ -149,6 +149,9 @@ def apply(
     if not isinstance(rate, Tensor) and _all_add_uniformly(params, updates):
         torch._foreach_add_(params, updates, alpha=-rate)
     else:
+        if updates[0].dtype != params[0].dtype:  # from a wire of 16 bits: the product must not be rounded to these again
+            narrow, updates = updates, (scratch or scratch_for(params[0].device)).take_like("update", updates, params[0].dtype)
+            torch._foreach_copy_(updates, narrow)
         torch._foreach_mul_(updates, rate)
         torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
         torch._foreach_sub_(params, updates)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshmuon.execute import elementwise
 from meshmuon.execute.elementwise import accumulate, adds_uniformly, apply, fill_with_momentum
 from meshmuon.execute.fused_elementwise import FusedElementwise, _by_dtype
 from tests.support.hostile import HostileArithmetic, fresh_trials, misplaced
@@ -138,6 +139,16 @@ def test_a_rate_of_zero_on_a_device_keeps_the_sign_of_zeros(update: float) -> No
     apply(params, [torch.full((3,), update)], torch.tensor(1.0), torch.tensor(0.0))
     assert params[0].tolist() == [0.0, 0.0, 1.0]
     assert torch.signbit(params[0]).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("rate", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
+def test_an_update_from_a_wire_of_16_bits_is_multiplied_in_full_precision(rate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the lr is a tensor, and on a CPU whose scaled sums are not uniform."""
+    monkeypatch.setattr(elementwise, "adds_uniformly", lambda *dtypes: False)
+    param, update = random(100, seed=1), random(100, seed=2).bfloat16()
+    expected = param - update.float() * RATE
+    apply([param], [update], 1.0, rate)
+    assert_same_bits([param], [expected])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
