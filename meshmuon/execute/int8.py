@@ -105,22 +105,23 @@ def scales_shape(shape: Sequence[int], first: int = 0) -> tuple[int, ...]:
 def quantise(numbers: Sequence[Tensor], into: Sequence[Int8Blocks]) -> None:
     """Writes ``numbers``. They have the rest of the blocks that ``into`` cuts; if it cuts none, any dims of columns."""
     for chunk in _chunks([n.flatten(target.quanta.dim() - 1) for n, target in zip(numbers, into, strict=True)], into):
-        cut = {
-            k: torch.empty_like(rows, dtype=torch.int8) for k, (rows, target) in enumerate(chunk) if rows.shape != target.shape
-        }
-        whole = [Int8Blocks(cut[k], target.scales) if k in cut else target for k, (_, target) in enumerate(chunk)]
-        for length, (parts, quanta, scales) in _by_length([rows for rows, _ in chunk], whole):
-            ratios, of_parts = _in_one(parts, torch.float32)
+        cut = [k for k, (rows, target) in enumerate(chunk) if rows.shape != target.shape]
+        whole = [target for _, target in chunk]
+        if cut:
+            for k, quanta in zip(cut, _in_one("cut blocks", [chunk[k][0] for k in cut], torch.int8)[1], strict=True):
+                whole[k] = Int8Blocks(quanta, whole[k].scales)
+        for length, (parts, quanta_of_parts, scales) in _by_length([rows for rows, _ in chunk], whole):
+            ratios, of_parts = _in_one("numbers", parts, torch.float32)
             torch._foreach_copy_(of_parts, parts)
             ratios = ratios.view(-1, length)
             scale = scales_from(torch.maximum(ratios.amax(-1), ratios.amin(-1).neg_()))
             quanta_of(ratios, scale.unsqueeze(-1), out=ratios)
-            torch._foreach_copy_(quanta, of_parts)
-            narrow, of_parts = _in_one(scales, torch.int8)
+            torch._foreach_copy_(quanta_of_parts, of_parts)
+            narrow, of_parts = _in_one("scales", scales, torch.int8)
             narrow.view(SCALE_DTYPE).copy_(as_stored(scale))
             torch._foreach_copy_(scales, of_parts)
-        for k, quanta_of_blocks in cut.items():
-            chunk[k][1].quanta.copy_(chunk[k][1].part_of(quanta_of_blocks))
+        for k in cut:
+            chunk[k][1].quanta.copy_(chunk[k][1].part_of(whole[k].quanta))
 
 
 def quanta_of(numbers: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
@@ -135,9 +136,9 @@ def dequantise(of: Sequence[Int8Blocks], out: Sequence[Tensor]) -> None:
     """``out`` ← quanta · scale, computed in float32 and rounded to the dtype of ``out``. Its columns may be several dims."""
     for chunk in _chunks([target.view(source.shape) for target, source in zip(out, of, strict=True)], of):
         for length, (targets, quanta, scales) in _by_length([rows for rows, _ in chunk], [source for _, source in chunk]):
-            numbers, of_parts = _in_one(targets, torch.float32)
+            numbers, of_parts = _in_one("numbers", targets, torch.float32)
             torch._foreach_copy_(of_parts, quanta)
-            narrow, of_scales = _in_one(scales, torch.int8)
+            narrow, of_scales = _in_one("scales", scales, torch.int8)
             torch._foreach_copy_(of_scales, scales)
             numbers.view(-1, length).mul_(narrow.view(SCALE_DTYPE).unsqueeze(-1))
             torch._foreach_copy_(targets, of_parts)
@@ -145,10 +146,13 @@ def dequantise(of: Sequence[Int8Blocks], out: Sequence[Tensor]) -> None:
 
 def round_to_int8(numbers: Tensor) -> None:
     """Replaces ``numbers``, whole rows of matrices, by what comes back from int8."""
-    scales = (*numbers.shape[:-1], SCALE_BYTES * blocks_in(numbers.shape[-1]))
-    blocks = Int8Blocks(torch.empty_like(numbers, dtype=torch.int8), torch.empty(scales, dtype=torch.int8, device=numbers.device))
-    quantise([numbers], [blocks])
-    dequantise([blocks], [numbers])
+    scratch = scratch_for(numbers.device)
+    for rows in (numbers[cut] for cut in row_cuts(numbers)):
+        scales = (*rows.shape[:-1], SCALE_BYTES * blocks_in(rows.shape[-1]))
+        sizes = {"int8 rounded": rows.shape, "int8 scales of rounded": scales}
+        quanta, of_quanta = (scratch.take(name, size, torch.int8, rows.device) for name, size in sizes.items())
+        quantise([rows], [Int8Blocks(quanta, of_quanta)])
+        dequantise([Int8Blocks(quanta, of_quanta)], [rows])
 
 
 _AT_ONCE = 1 << 19  # elements
@@ -182,10 +186,10 @@ def _by_length(numbers: Sequence[Tensor], blocks: Sequence[Int8Blocks]) -> Itera
     return lists.items()
 
 
-def _in_one(like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+def _in_one(name: str, like: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Scratch for all these tensors, one after the other, and its views for each."""
     sizes, device = [tensor.numel() for tensor in like], like[0].device
-    flat = scratch_for(device).take(f"int8 {dtype}", (sum(sizes),), dtype, device)
+    flat = scratch_for(device).take(f"int8 {name}", (sum(sizes),), dtype, device)
     return flat, [part.view(tensor.shape) for part, tensor in zip(torch.split(flat, sizes), like, strict=True)]
 
 
