@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
+from meshmuon import Interleaved
 from meshmuon.device import Streams
 from meshmuon.execute import build, executor
 from tests.support.happens_before.programs import EVENTS, INT8_WIRES, Program, ProgramParam, random_program
@@ -58,6 +59,15 @@ def test_the_random_programs_are_of_every_kind() -> None:
         Counter(type(placement).__name__ for param in params for placement in param.placements or ())["_StridedShard"],
     ):
         assert count >= 15
+
+
+@pytest.mark.parametrize("more", [{}, {"momentum_dtype": torch.int8, "nonfinite": "skip"}, {"rule": "hyperball"}], ids=str)
+def test_pieces_in_int8_that_are_two_views_beside_others(more: dict[str, Any]) -> None:
+    """Of nine rows that take turns, rank 0 has 1, 2 and 4 of a part; of the other weight it has all."""
+    turns: Any = Interleaved((1, 2), 3)
+    params = (ProgramParam(f"layers.{k}.weight", (9, 6), (cut,), split=turns) for k, cut in enumerate((Shard(0), Replicate())))
+    outcome = check(Program((2,), tuple(params), options={"comm_dtype": torch.int8, "ns_steps": 1, "replicas": "share", **more}))
+    assert outcome.operations
 
 
 def fused(mesh: tuple[int, ...], placements: tuple[object, ...]) -> Program:
