@@ -198,6 +198,15 @@ def test_a_table_is_for_blocks_that_begin_where_these_do() -> None:
         assert all_same(out, expected)
 
 
+def test_momentum_in_int8_keeps_its_bits_in_a_step_that_is_skipped() -> None:
+    """Its blocks have no quantum of 127, so that scales found anew would differ."""
+    momentum, before = InInt8([(3, 300)], [0], 0), InInt8([(3, 300)], [0], 0)
+    for of_both in (momentum, before):
+        of_both.blocks[0].quanta.clamp_(-90, 90)
+    ListKernels().fill(None, [torch.full((3, 300), -0.0)], momentum.blocks, torch.tensor(1.0), 0.9)
+    assert same_bytes(momentum, before)
+
+
 def test_new_momentum_stays_zeros_in_a_step_that_is_skipped() -> None:
     """Its scales are zeros, too: the quotients would be NaN."""
     blocks = int8.Int8Blocks(torch.zeros(3, 130, dtype=torch.int8), torch.zeros(3, 4, dtype=torch.int8))
