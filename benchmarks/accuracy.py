@@ -1,4 +1,5 @@
-"""How far from orthogonal an update ends: measured by SVD, on gradients whose singular values are hard to orthogonalise.
+"""How far from orthogonal an update ends: measured by SVD, on gradients whose singular values are hard to
+orthogonalise.
 
 Every spectrum lies in [1e-3, 1] relative to its Frobenius norm, the range that all schemes promise to bring near 1.
 """
@@ -65,7 +66,9 @@ def matrix_with(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
 
 
 def worst_error(orthogonalise: Callable[[Tensor], Tensor], rows: int = SHAPE[0], cols: int = SHAPE[1]) -> float:
-    """The largest distance from 1 at which a singular value ends, over all spectra; directions that were zero do not count."""
+    """The largest distance from 1 at which a singular value ends, over all spectra; directions that were zero do
+    not count.
+    """
     worst = 0.0
     for spectrum in SPECTRA.values():
         values = spectrum(min(rows, cols))

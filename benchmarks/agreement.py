@@ -1,12 +1,13 @@
 """What the ranks' agreement costs at every step, in ms: meshmuon's votes beside an all-reduce of gloo, in turns.
 
-An all-reduce of gloo is a ring of 2(W − 1) hops, one after the other, and a gloo group connects every pair of ranks. A vote takes
-⌈log2 W⌉ hops over as many connections in each direction. All processes share the cores of this machine, so that the hops of
-different ranks do not happen at the same time as they would on a cluster: the figures are upper bounds of both, and their ratio
-is what counts.
+An all-reduce of gloo is a ring of 2(W − 1) hops, one after the other, and a gloo group connects every pair of ranks. A
+vote takes ⌈log2 W⌉ hops over as many connections in each direction. All processes share the cores of this machine, so
+that the hops of different ranks do not happen at the same time as they would on a cluster: the figures are upper bounds
+of both, and their ratio is what counts.
 
-A thread of the same process that computes in Python holds the interpreter lock, which a vote needs at every hop. The second table
-has such threads beside the votes, which take place with ``PromptSwitches`` (as in a step) and without it, in turns.
+A thread of the same process that computes in Python holds the interpreter lock, which a vote needs at every hop. The
+second table has such threads beside the votes, which take place with ``PromptSwitches`` (as in a step) and without it,
+in turns.
 
     python benchmarks/agreement.py
     python benchmarks/agreement.py --processes 2 8 --rounds 50
@@ -66,7 +67,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class BusyPoint:
-    """One number of busy threads in each of two processes; seconds are those of one hop on the last rank, waiting included."""
+    """One number of busy threads in each of two processes; seconds are those of one hop on the last rank, waiting
+    included.
+    """
 
     threads: int
     hop: Quartiles
@@ -101,7 +104,9 @@ def on_ranks(processes: int, main: Callable[..., Any], *args: Any) -> Any:
     return sent
 
 
-def rank_main(rank: int, processes: int, store: Path, main: Callable[..., Any], args: Sequence[Any], results: Any) -> None:
+def rank_main(
+    rank: int, processes: int, store: Path, main: Callable[..., Any], args: Sequence[Any], results: Any
+) -> None:
     torch.set_num_threads(1)
     before = open_sockets()
     files = FileStore(str(store), processes)
@@ -201,7 +206,16 @@ def open_sockets() -> int:
 
 
 def show(results: Results, report: Report) -> None:
-    columns = ["processes", "hops: vote", "ring", "connections of a rank: vote", "gloo", "vote, ms", "ring, ms", "vote ÷ ring"]
+    columns = [
+        "processes",
+        "hops: vote",
+        "ring",
+        "connections of a rank: vote",
+        "gloo",
+        "vote, ms",
+        "ring, ms",
+        "vote ÷ ring",
+    ]
     rows = [
         (
             str(point.processes),
@@ -218,7 +232,8 @@ def show(results: Results, report: Report) -> None:
     report.table("Agreement of all ranks, median (quartiles) of rounds", columns, rows)
     columns = ["busy threads per process", "a hop, ms", "without prompt switches, ms"]
     busy_rows = [
-        (str(point.threads), point.hop.text(1e3, 3), point.hop_without_switches.text(1e3, 3)) for point in results.beside_threads
+        (str(point.threads), point.hop.text(1e3, 3), point.hop_without_switches.text(1e3, 3))
+        for point in results.beside_threads
     ]
     report.table("A hop of the vote beside threads that compute in Python, two processes", columns, busy_rows)
 
@@ -227,7 +242,9 @@ def plot(results: dict[str, Any], figure: Figure) -> None:
     """Votes and rings over the number of processes, from the results as JSON has them."""
     axes, points = figure.add_subplot(), results["points"]
     processes = [point["processes"] for point in points]
-    axes.loglog(processes, [1e3 * point["ring"]["median"] for point in points], "o-", color=COLOURS["others"], label=RING)
+    axes.loglog(
+        processes, [1e3 * point["ring"]["median"] for point in points], "o-", color=COLOURS["others"], label=RING
+    )
     axes.loglog(processes, [1e3 * point["vote"]["median"] for point in points], "o-", color=COLOURS["ours"], label=VOTE)
     axes.set_xticks(processes, [str(count) for count in processes])
     axes.minorticks_off()
@@ -240,7 +257,8 @@ def measure(options: argparse.Namespace, report: Report) -> Results:
     rounds = options.rounds or (3 if options.quick else 30)
     points = [measured(count, rounds) for count in report.each(options.processes, lambda count: f"{count} processes")]
     beside = [
-        measured_beside(count, rounds) for count in report.each(options.busy_threads, lambda count: f"{count} busy threads")
+        measured_beside(count, rounds)
+        for count in report.each(options.busy_threads, lambda count: f"{count} busy threads")
     ]
     return Results(points, beside)
 
@@ -250,15 +268,21 @@ def goals_of(results: Results, options: argparse.Namespace) -> list[Goal]:
     return [
         Goal(f"vote ÷ all-reduce, {FROM_PROCESSES} processes and more", max(compared, default=None), most=MOST_OF_RING),
         *(
-            Goal(f"ms of a hop, busy threads per process: {point.threads}", 1e3 * point.hop.median, most=MOST_MS_PER_HOP)
+            Goal(
+                f"ms of a hop, busy threads per process: {point.threads}", 1e3 * point.hop.median, most=MOST_MS_PER_HOP
+            )
             for point in results.beside_threads
         ),
     ]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, nargs="+", default=None, help="numbers of processes (default 2 4 8 16 32)")
-    parser.add_argument("--busy-threads", type=int, nargs="+", default=None, help="numbers of busy threads (default 0 1 4)")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=None, help="numbers of processes (default 2 4 8 16 32)"
+    )
+    parser.add_argument(
+        "--busy-threads", type=int, nargs="+", default=None, help="numbers of busy threads (default 0 1 4)"
+    )
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -1,10 +1,11 @@
-"""Is a plan that meshmuon chooses the best one by its own prediction? Each row compares it with every single option set by hand.
+"""Is a plan that meshmuon chooses the best one by its own prediction? Each row compares it with every single option set
+by hand.
 
     make bench BENCH=choices
 
-Nothing is measured but the time that planning takes: steps are predicted from the machine files of ``meshmuon plan``. Options
-that need more exchange buffers than a plan may take by itself are shown, and not counted as exceptions. The bound is what no
-order of a plan's waves can undercut.
+Nothing is measured but the time that planning takes: steps are predicted from the machine files of ``meshmuon plan``.
+Options that need more exchange buffers than a plan may take by itself are shown, and not counted as exceptions. The
+bound is what no order of a plan's waves can undercut.
 """
 
 from __future__ import annotations
@@ -103,7 +104,11 @@ def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]
         for label, other in by_hand(muon, usual, replicated=axes.dp_replicate > 1):
             stage = simulate(other)[0]
             others.append(
-                {"option": label, "seconds": stage.timeline.seconds, "buffers": int(stage.memory["exchange_buffers"].max())}
+                {
+                    "option": label,
+                    "seconds": stage.timeline.seconds,
+                    "buffers": int(stage.memory["exchange_buffers"].max()),
+                }
             )
         rows.append(
             {
@@ -126,7 +131,9 @@ def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]
 
 def best_of(row: dict[str, Any]) -> dict[str, Any]:
     """The fastest option by hand within the memory that a plan may take."""
-    return min((other for other in row["others"] if other["buffers"] <= row["allowed"]), key=lambda other: other["seconds"])
+    return min(
+        (other for other in row["others"] if other["buffers"] <= row["allowed"]), key=lambda other: other["seconds"]
+    )
 
 
 def exceptions(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,9 +141,22 @@ def exceptions(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]], report: Report) -> None:
-    columns = ("model", "mesh", "chosen", "buffers", "waves", "÷ bound", "best by hand", "option", "with more memory", "planning")
+    columns = (
+        "model",
+        "mesh",
+        "chosen",
+        "buffers",
+        "waves",
+        "÷ bound",
+        "best by hand",
+        "option",
+        "with more memory",
+        "planning",
+    )
     report.table(
-        "predicted steps of chosen plans, and of plans with one option set by hand", columns, [_cells(row) for row in rows]
+        "predicted steps of chosen plans, and of plans with one option set by hand",
+        columns,
+        [_cells(row) for row in rows],
     )
     report.note(f"{len(exceptions(rows))} of {len(rows)} rows have an option by hand that is more than 3 % faster.")
     report.note("with more memory: the fastest option that needs more exchange buffers than a plan may take by itself.")
@@ -145,7 +165,11 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     best = best_of(row)
-    more = [other for other in row["others"] if other["buffers"] > row["allowed"] and other["seconds"] < FASTER * row["seconds"]]
+    more = [
+        other
+        for other in row["others"]
+        if other["buffers"] > row["allowed"] and other["seconds"] < FASTER * row["seconds"]
+    ]
     larger = min(more, key=lambda other: other["seconds"], default=None)
     return (
         row["model"],
@@ -156,7 +180,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['seconds'] / row['bound']:.2f}",
         f"{1e3 * best['seconds']:.1f} ms",
         best["option"],
-        "" if larger is None else f"{1e3 * larger['seconds']:.1f} ms, {larger['option']}, {bytes_text(larger['buffers'])}",
+        ""
+        if larger is None
+        else f"{1e3 * larger['seconds']:.1f} ms, {larger['option']}, {bytes_text(larger['buffers'])}",
         f"{row['planning']:.2f} s",
     )
 
@@ -176,7 +202,13 @@ def plot(rows: list[dict[str, Any]], figure: Figure) -> None:
     axes = figure.subplots()
     places = range(len(rows))
     axes.barh(places, [row["seconds"] / row["bound"] for row in rows], color=COLOURS["ours"], label="chosen")
-    axes.plot([best_of(row)["seconds"] / row["bound"] for row in rows], places, "o", color=COLOURS["AdamW"], label="best by hand")
+    axes.plot(
+        [best_of(row)["seconds"] / row["bound"] for row in rows],
+        places,
+        "o",
+        color=COLOURS["AdamW"],
+        label="best by hand",
+    )
     axes.axvline(1, color=COLOURS["line"])
     axes.set_yticks(places, [f"{row['model']} {row['mesh']}" for row in rows], fontsize=7)
     axes.set_xlabel("predicted step ÷ bound of the chosen plan")

@@ -56,7 +56,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SCRATCH_RESULTS = ROOT / "runs" / "bench"
 KELLER = (3.4445, -4.7750, 2.0315)
-COLOURS = {"ours": "#2a6f97", "floor": "#c9e0c5", "AdamW": "#d9a05b", "naive": "#d9c7b0", "others": "#a9b4c2", "line": "#888"}
+COLOURS = {
+    "ours": "#2a6f97",
+    "floor": "#c9e0c5",
+    "AdamW": "#d9a05b",
+    "naive": "#d9c7b0",
+    "others": "#a9b4c2",
+    "line": "#888",
+}
 
 _Results = TypeVar("_Results")
 _Item = TypeVar("_Item")
@@ -128,12 +135,10 @@ def race(
 
     Args:
         steps: the contenders.
-        rounds: how often each has its turn. The order changes from round to round, so that none always follows the same one.
-        warmups: rounds that are not counted.
-        seconds: time after which no further round starts; the first one always runs.
-        barrier: what all ranks do before a clock is read.
-        shown: called with a contender's name and all of its samples whenever one is added.
-        advance: called after each round, for a progress bar.
+        rounds: how often each has its turn. The order changes from round to round, so that none always follows the same
+        one. warmups: rounds that are not counted. seconds: time after which no further round starts; the first one
+        always runs. barrier: what all ranks do before a clock is read. shown: called with a contender's name and all of
+        its samples whenever one is added. advance: called after each round, for a progress bar.
     """
     times = {name: Samples() for name in steps}
     names, begin = list(steps), time.perf_counter()
@@ -227,7 +232,9 @@ class Report:
         self.facts: dict[str, Any] = {
             "machine": machine_facts(options.threads),
             "options": {
-                key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key != "out"
+                key: str(value) if isinstance(value, Path) else value
+                for key, value in vars(options).items()
+                if key != "out"
             },
             "load_before": os.getloadavg()[0],
         }
@@ -273,7 +280,9 @@ class Report:
                 yield item
                 advance()
 
-    def finish(self, results: object, goals: Sequence[Goal], plot: Callable[[Figure], None], size: tuple[float, float]) -> None:
+    def finish(
+        self, results: object, goals: Sequence[Goal], plot: Callable[[Figure], None], size: tuple[float, float]
+    ) -> None:
         """Writes everything; ``plot`` draws on a figure of ``size`` inches."""
         self.facts |= {
             "load_after": os.getloadavg()[0],
@@ -313,13 +322,20 @@ class Report:
 def make_parser(about: str | None) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, seconds: shows that it runs, measures nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, seconds: shows that it runs, measures nothing"
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads, per process (default 1)")
     parser.add_argument("--rounds", type=int, default=None, help="most turns per contender")
     parser.add_argument(
-        "--out", type=Path, default=None, help="folder of the results (default benchmarks/results, with --quick runs/bench)"
+        "--out",
+        type=Path,
+        default=None,
+        help="folder of the results (default benchmarks/results, with --quick runs/bench)",
     )
-    parser.add_argument("--redraw", action="store_true", help="measure nothing: draw the figure again from the JSON file")
+    parser.add_argument(
+        "--redraw", action="store_true", help="measure nothing: draw the figure again from the JSON file"
+    )
     return parser
 
 
@@ -335,8 +351,8 @@ def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
 class Benchmark(Generic[_Results]):
     """A script: what it measures, how it shows the results, which goals it checks, and what it plots.
 
-    ``main`` calls, once and in this order: ``add_options``, ``settle_options``, ``measure``, ``show``, ``goals``, ``to_json`` and
-    ``plot``. A ``measure`` that takes long may itself show tables as they become complete.
+    ``main`` calls, once and in this order: ``add_options``, ``settle_options``, ``measure``, ``show``, ``goals``,
+    ``to_json`` and ``plot``. A ``measure`` that takes long may itself show tables as they become complete.
 
     Attributes:
         name: name of the script and of its files.

@@ -1,7 +1,8 @@
-"""Compositions of odd polynomials of any degree: the best ones, what they cost, and how matrices run them. A study only.
+"""Compositions of odd polynomials of any degree: the best ones, what they cost, and how matrices run them. A study
+only.
 
-A step of degree 2k + 1 is x·P(x²) with P of degree k. In a block (see ``meshmuon.ortho.iteration``) it costs the products that
-evaluate P(R), one for Q ← P·Q unless it is the first, and two for R ← P·R·P unless it is the last.
+A step of degree 2k + 1 is x·P(x²) with P of degree k. In a block (see ``meshmuon.ortho.iteration``) it costs the
+products that evaluate P(R), one for Q ← P·Q unless it is the first, and two for R ← P·R·P unless it is the last.
 """
 
 from __future__ import annotations
@@ -76,20 +77,26 @@ class OddPolynomial:
 
 @cache
 def best_odd(degree: int, low: Any, high: Any) -> tuple[OddPolynomial, Any]:
-    """The odd polynomial of ``degree`` closest to 1 on [low, high] in the maximum norm, and its error: a Remez exchange.
+    """The odd polynomial of ``degree`` closest to 1 on [low, high] in the maximum norm, and its error: a Remez
+    exchange.
 
-    The error takes its largest value with alternating sign at k + 2 points, both ends among them (degree 2k + 1). Between two of
-    them the derivative has a root, so that all its k roots are real and within the interval.
+    The error takes its largest value with alternating sign at k + 2 points, both ends among them (degree 2k + 1).
+    Between two of them the derivative has a root, so that all its k roots are real and within the interval.
     """
     k = degree // 2
-    with workdps(DIGITS + int((k + 2) * max(0, -log10((high - low) / (high + low))))):  # the system is nearly singular there
+    # the system is nearly singular there
+    with workdps(DIGITS + int((k + 2) * max(0, -log10((high - low) / (high + low))))):
         centre, radius = (low**2 + high**2) / 2, (high**2 - low**2) / 2
         points = [-cos(pi * j / (k + 1)) for j in range(k + 2)]
         for _ in range(60):
             xs = [sqrt(centre + radius * t) for t in points]
-            rows = [[*(x * t**j for j in range(k + 1)), (-1) ** i] for i, (x, t) in enumerate(zip(xs, points, strict=True))]
+            rows = [
+                [*(x * t**j for j in range(k + 1)), (-1) ** i] for i, (x, t) in enumerate(zip(xs, points, strict=True))
+            ]
             *q, level = lu_solve(matrix(rows), matrix([mpf(1)] * (k + 2)))
-            slope = [(2 * j + 1) * q[j] + 2 * (j + 1) * centre / radius * (q[j + 1] if j < k else 0) for j in range(k + 1)]
+            slope = [
+                (2 * j + 1) * q[j] + 2 * (j + 1) * centre / radius * (q[j + 1] if j < k else 0) for j in range(k + 1)
+            ]
             points = [mpf(-1), *_real_roots(slope), mpf(1)]
             polynomial = OddPolynomial(tuple(q), centre, radius)
             error = max(abs(1 - polynomial(sqrt(centre + radius * t))) for t in points)
@@ -99,7 +106,9 @@ def best_odd(degree: int, low: Any, high: Any) -> tuple[OddPolynomial, Any]:
 
 
 def _real_roots(coefficients: Sequence[Any]) -> Iterator[Any]:
-    """The roots above −1, smallest first, of a polynomial that has only such: from the left Newton's steps never pass one."""
+    """The roots above −1, smallest first, of a polynomial that has only such: from the left Newton's steps never
+    pass one.
+    """
     rest, t = list(coefficients), mpf(-1)
     while len(rest) > 1:
         for _ in range(300):
@@ -115,7 +124,9 @@ def _real_roots(coefficients: Sequence[Any]) -> Iterator[Any]:
         del rest[0]
 
 
-def compose(degrees: Sequence[int], low: float, safety: float = 0.0, cushion: float = 0.0) -> tuple[list[OddPolynomial], float]:
+def compose(
+    degrees: Sequence[int], low: float, safety: float = 0.0, cushion: float = 0.0
+) -> tuple[list[OddPolynomial], float]:
     """The steps and the worst |1 − p(x)| over [low, 1]; ``safety`` and ``cushion`` are those of ``polar_express``."""
     bottom, top, steps = mpf(low), mpf(1), []
     for index, degree in enumerate(degrees):
@@ -172,7 +183,8 @@ def least_flops(degrees: Sequence[int], n: int, m: int) -> int:
 def search(low: float, budget: int, degrees: Sequence[int]) -> dict[tuple[int, ...], float]:
     """The compositions that are the best for their number of steps and of products for evaluation, with their errors.
 
-    All costs are functions of these two numbers, and a better start never leads to a worse end: nothing else need be kept.
+    All costs are functions of these two numbers, and a better start never leads to a worse end: nothing else need be
+    kept.
     """
     errors: dict[tuple[int, ...], float] = {}
     level: dict[int, tuple[Any, tuple[int, ...]]] = {0: (1 - mpf(low), ())}
@@ -192,7 +204,9 @@ def search(low: float, budget: int, degrees: Sequence[int]) -> dict[tuple[int, .
     return errors
 
 
-def cheapest(errors: Mapping[tuple[int, ...], float], most: float, cost: Callable[[Sequence[int]], int]) -> tuple[int, ...]:
+def cheapest(
+    errors: Mapping[tuple[int, ...], float], most: float, cost: Callable[[Sequence[int]], int]
+) -> tuple[int, ...]:
     """The cheapest of the compositions whose error is at most ``most``."""
     good = (degrees for degrees, error in errors.items() if error <= most * (1 + 1e-9))
     return min(good, key=lambda degrees: (cost(degrees), errors[degrees]))
@@ -208,7 +222,9 @@ class MatrixStep:
 
     @classmethod
     def of(cls, step: OddPolynomial) -> MatrixStep:
-        """In powers about the middle of the interval, where they cancel least; quintics and cubics as meshmuon, about 0."""
+        """In powers about the middle of the interval, where they cancel least; quintics and cubics as meshmuon,
+        about 0.
+        """
         degree = 2 * len(step.q) - 1
         shift = step.centre if degree > 5 else mpf(0)
         coefficients = step.about(shift)
@@ -219,7 +235,8 @@ class MatrixStep:
 def octic(b: Sequence[Any]) -> tuple[Any, ...]:
     """b₈·t⁸ + … + b₀ as (y + d₂t² + d₁t + d₀)·y + f₂t² + f₁t + f₀ with y = t²·(c₂t² + c₁t + c₀): three products.
 
-    Comparing coefficients leaves one quadratic equation; of its two roots the one that leaves the more equal factors is taken.
+    Comparing coefficients leaves one quadratic equation; of its two roots the one that leaves the more equal factors is
+    taken.
 
     Returns:
         (c₂, c₁, c₀, d₂, d₁, d₀, f₂, f₁, f₀)
@@ -240,7 +257,9 @@ def octic(b: Sequence[Any]) -> tuple[Any, ...]:
 class GramRunner:
     """meshmuon's iteration for steps of any degree: blocks, products and their order are the same."""
 
-    def __init__(self, steps: Sequence[MatrixStep], blocks: Sequence[int], dtype: torch.dtype, products: Products) -> None:
+    def __init__(
+        self, steps: Sequence[MatrixStep], blocks: Sequence[int], dtype: torch.dtype, products: Products
+    ) -> None:
         self._steps, self._blocks, self._dtype, self._products = steps, blocks, dtype, products
         self._workspace = Workspace()
 
@@ -321,7 +340,9 @@ def _blend(out: Tensor, powers: Sequence[Tensor], coefficients: Iterator[float])
 PRODUCTS, FLOPS = "n × n products, one block", "FLOPs ÷ 2n³, m = 4n"
 
 
-def fronts_drawn(drawn: Mapping[str, Mapping[tuple[int, ...], float]], n: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def fronts_drawn(
+    drawn: Mapping[str, Mapping[tuple[int, ...], float]], n: int
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """For each way to count cost and each set of degrees: costs at which the error falls, with that error."""
     costs: dict[str, Callable[[tuple[int, ...]], float]] = {
         PRODUCTS: gram_products,

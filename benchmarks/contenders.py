@@ -1,11 +1,12 @@
-"""All optimizers that step the same weights: meshmuon, torch, packages from PyPI, plain baselines of our own, and AdamW.
+"""All optimizers that step the same weights: meshmuon, torch, packages from PyPI, plain baselines of our own, and
+AdamW.
 
-Before the timing starts, the update that each made is computed from its weights and compared with meshmuon's. All whose scheme is
-``keller`` take Keller Jordan's coefficients and five steps, and make the same update. The others make another one, which is never
-called the same: how far from orthogonal each ends is measured instead.
+Before the timing starts, the update that each made is computed from its weights and compared with meshmuon's. All whose
+scheme is ``keller`` take Keller Jordan's coefficients and five steps, and make the same update. The others make another
+one, which is never called the same: how far from orthogonal each ends is measured instead.
 
-Contenders scale the update and the weight decay differently, which the comparison undoes. Some keep momentum as a sum and others
-as a running mean; orthogonalisation removes that difference.
+Contenders scale the update and the weight decay differently, which the comparison undoes. Some keep momentum as a sum
+and others as a running mean; orthogonalisation removes that difference.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ __all__ = [
 
 LR, MOMENTUM, DECAY, EPS, STEPS = 1e-3, 0.95, 0.1, 1e-7, 5
 FP32, BF16 = "fp32", "bf16"
-# Of the update, relative to its largest entry. In float32 the loops are within 1e-4 of float64, but torch's norm of 8192 × 2048
-# entries, by which most contenders divide, is already off by 6.5e-4.
+# Of the update, relative to its largest entry. In float32 the loops are within 1e-4 of float64, but torch's norm of
+# 8192 × 2048 entries, by which most contenders divide, is already off by 6.5e-4.
 TOLERANCE = {FP32: 3e-3, BF16: 0.1}
 OURS = "meshmuon"
 SAME: SchemeName = "keller"  # the scheme of all that make the same update
@@ -208,9 +209,14 @@ CONTENDERS = (
     Contender("torch.optim.Muon, fp32", _torch_muon_fp32, differs="products kept in float32", cheap_only=False),
     Contender("torch.optim.Muon, as shipped", _torch_muon, BF16, differs="products in bfloat16"),
     Contender(
-        "Keller Jordan's, plain", partial(_plain, iteration=_keller_iteration), original=True, differs="scale √(rows/cols)"
+        "Keller Jordan's, plain",
+        partial(_plain, iteration=_keller_iteration),
+        original=True,
+        differs="scale √(rows/cols)",
     ),
-    Contender("naive", partial(_plain, iteration=_literal_iteration), original=True, differs="the formula read literally"),
+    Contender(
+        "naive", partial(_plain, iteration=_literal_iteration), original=True, differs="the formula read literally"
+    ),
     Contender(
         "muon-optimizer, fp32",
         _keller_package,

@@ -1,9 +1,9 @@
 """Would polynomials of higher degree need fewer products than quintics? A study: nothing of it is part of meshmuon.
 
-Every step is the best odd polynomial of its degree on the interval that the steps before leave, which is the best that a
-composition of these degrees can do. First all compositions are searched for the cheapest that ends as near to 1 as so many
-quintics do (``compositions.py``). Then the cheapest are run, in float32 and in bfloat16, on spectra that show rounding, and
-timed, with the products that meshmuon's quintics use.
+Every step is the best odd polynomial of its degree on the interval that the steps before leave, which is the best that
+a composition of these degrees can do. First all compositions are searched for the cheapest that ends as near to 1 as so
+many quintics do (``compositions.py``). Then the cheapest are run, in float32 and in bfloat16, on spectra that show
+rounding, and timed, with the products that meshmuon's quintics use.
 
     python benchmarks/degrees.py
     python benchmarks/degrees.py --size 512 --rounds 5
@@ -49,7 +49,8 @@ DEGREES = (3, 5, 7, 9, 13, 17, 19)
 UP_TO_NINE = (3, 5, 7, 9)
 EXTRA = ((17, 17, 17), (9, 9, 9, 9))  # run too: for no more products than the quintics a far smaller error
 SAFETY, CUSHION = 0.01, 0.02  # of polar_express, by default
-COARSE_SAFETY = 0.06  # in bfloat16: above its interval a polynomial of high degree grows so fast that 0.01 is no protection
+# in bfloat16: above its interval a polynomial of high degree grows so fast that 0.01 is no protection
+COARSE_SAFETY = 0.06
 LOW = 1e-3  # what the runs are made for
 QUINTICS = 5
 SAME = 1.25  # rounding errors within this factor of the quintics' count as the same, as in meshmuon.ortho.blocks
@@ -87,7 +88,9 @@ class Contender:
         """What orthogonalises a batch with these blocks: meshmuon's own iteration for its own quintics."""
         if self.name == MESHMUON:
             return MeshmuonRunner(blocks, dtype)
-        return GramRunner([MatrixStep.of(polynomial) for polynomial in self.polynomials], blocks, dtype, BlockedProducts())
+        return GramRunner(
+            [MatrixStep.of(polynomial) for polynomial in self.polynomials], blocks, dtype, BlockedProducts()
+        )
 
     def exact(self, values: Tensor) -> Tensor:
         """What becomes of singular values, in float64."""
@@ -169,7 +172,9 @@ def samples(n: int, m: int, seeds: int) -> Iterator[Sample]:
             yield Sample(spectrum, u, values.double() / values.double().norm(), v)
 
 
-def deviations(contender: Contender, blocks: Sequence[int], dtype: torch.dtype, matrices: Sequence[Sample]) -> dict[str, float]:
+def deviations(
+    contender: Contender, blocks: Sequence[int], dtype: torch.dtype, matrices: Sequence[Sample]
+) -> dict[str, float]:
     """By spectrum, the largest distance (2-norm) from what the same polynomial gives without rounding."""
     runner, worst = contender.runner(blocks, dtype), dict.fromkeys((sample.spectrum for sample in matrices), 0.0)
     for sample in matrices:
@@ -191,7 +196,9 @@ def measure_form(contenders: Sequence[Contender], form: str, options: argparse.N
     """Times and deviations of one form: the Gram form on n × 4n, in one block, or the standard form on n × n."""
     n, m = options.size, options.size * (4 if form == "gram" else 1)
     x = torch.randn(1, n, m)
-    steps = {contender.name: Step(partial(contender.runner(contender.blocks(form), FLOAT32), x)) for contender in contenders}
+    steps = {
+        contender.name: Step(partial(contender.runner(contender.blocks(form), FLOAT32), x)) for contender in contenders
+    }
     times = race(steps, options.rounds)
     matrices = list(samples(options.small, 2 * options.small, options.seeds))
     reference = counts_of(contenders[0].degrees, len(contenders[0].blocks(form))).flops(n, m)
@@ -218,7 +225,9 @@ def measure_form(contenders: Sequence[Contender], form: str, options: argparse.N
 
 def in_bfloat16(contender: Contender, form: str, matrices: Sequence[Sample]) -> dict[str, Any]:
     """As in float32, but the Gram form with the best of all cuts: nothing survives one block there."""
-    tried = [cut for cut in cuts(len(contender.degrees)) if max(cut) > 1] if form == "gram" else [contender.blocks(form)]
+    tried = (
+        [cut for cut in cuts(len(contender.degrees)) if max(cut) > 1] if form == "gram" else [contender.blocks(form)]
+    )
     off = {cut: deviations(contender, cut, BFLOAT16, matrices) for cut in tried}
     best = min(off, key=lambda cut: max(off[cut].values()))
     return {"error": contender.error, "off": off[best], "blocks": best}
@@ -231,7 +240,10 @@ def compare(
     results = []
     for count in (4, 5, 6, 8):
         quintics = (5,) * count
-        if gram_products(quintics) > max(map(gram_products, errors)) or (error := compose(quintics, low)[1]) < SMALLEST_ERROR:
+        if (
+            gram_products(quintics) > max(map(gram_products, errors))
+            or (error := compose(quintics, low)[1]) < SMALLEST_ERROR
+        ):
             continue
         best, simple = cheapest(errors, error, gram_products), cheapest(small, error, gram_products)
         flops = {}
@@ -247,7 +259,9 @@ def compare(
                 "products": gram_products(quintics),
                 "cheapest": {"degrees": best, "products": gram_products(best), "error": errors[best]},
                 "up_to_nine": {"degrees": simple, "products": gram_products(simple), "error": small[simple]},
-                "flops": {f"m={times}n": {"degrees": chosen, "ratio": share} for times, (chosen, share) in flops.items()},
+                "flops": {
+                    f"m={times}n": {"degrees": chosen, "ratio": share} for times, (chosen, share) in flops.items()
+                },
             }
         )
     return results
@@ -263,7 +277,16 @@ def front(errors: Mapping[tuple[int, ...], float]) -> dict[int, tuple[tuple[int,
 
 
 def show_search(compared: Sequence[dict[str, Any]], fronts: Mapping[float, Any], report: Report) -> None:
-    columns = ("ℓ", "quintics", "error", "products", "cheapest as good", "degree ≤ 9", "FLOPs ÷ quintics', m = n", "m = 4n")
+    columns = (
+        "ℓ",
+        "quintics",
+        "error",
+        "products",
+        "cheapest as good",
+        "degree ≤ 9",
+        "FLOPs ÷ quintics', m = n",
+        "m = 4n",
+    )
     rows = []
     for row in compared:
         named = [
@@ -271,17 +294,24 @@ def show_search(compared: Sequence[dict[str, Any]], fronts: Mapping[float, Any],
             for key in ("cheapest", "up_to_nine")
         ]
         flops = [f"{cost['ratio']:.2f}: {text_of(cost['degrees'])}" for cost in row["flops"].values()]
-        rows.append((f"{row['low']:g}", str(row["quintics"]), f"{row['error']:.3g}", str(row["products"]), *named, *flops))
+        rows.append(
+            (f"{row['low']:g}", str(row["quintics"]), f"{row['error']:.3g}", str(row["products"]), *named, *flops)
+        )
     title = (
-        "the cheapest composition whose worst |1 − p(x)| on [ℓ, 1] is that of so many quintics; products of n × n in one block"
+        "the cheapest composition whose worst |1 − p(x)| on [ℓ, 1] is that of so many quintics; products of n × n in "
+        "one block"
     )
     report.table(title, columns, rows)
     for low, best in fronts.items():
         shown = [
-            (str(products), text_of(degrees), f"{error:.3g}") for products, (degrees, error) in best.items() if error > 1e-12
+            (str(products), text_of(degrees), f"{error:.3g}")
+            for products, (degrees, error) in best.items()
+            if error > 1e-12
         ]
         report.table(
-            f"the best for each number of n × n products in one block, ℓ = {low:g}", ("products", "degrees", "error"), shown
+            f"the best for each number of n × n products in one block, ℓ = {low:g}",
+            ("products", "degrees", "error"),
+            shown,
         )
 
 
@@ -316,10 +346,14 @@ def show(study: Study, report: Report) -> None:
                 f"{worst(run, 'bfloat16'):.2g}, blocks of {text_of(coarse['blocks'])}",
             )
         )
-    title = f"runs, ℓ = {LOW:g}, ÷ meshmuon's quintics; off by: largest 2-norm distance from the same polynomial without rounding"
+    title = (
+        f"runs, ℓ = {LOW:g}, ÷ meshmuon's quintics; off by: largest 2-norm distance from the same polynomial without "
+        "rounding"
+    )
     report.table(title, columns, rows)
     report.note(
-        f"safety {SAFETY:g} in float32 and for meshmuon, {COARSE_SAFETY:g} for the others in bfloat16; cushion {CUSHION:g}"
+        f"safety {SAFETY:g} in float32 and for meshmuon, {COARSE_SAFETY:g} for the others in bfloat16; cushion "
+        f"{CUSHION:g}"
     )
 
 
@@ -368,7 +402,9 @@ def measure(options: argparse.Namespace, report: Report) -> Study:
     quintics = (5,) * QUINTICS
     contenders = [Contender.of(quintics, MESHMUON), Contender.of(quintics, HERE), *map(Contender.of, chosen)]
     runs = [run for form in ("gram", "standard") for run in measure_form(contenders, form, options)]
-    steps = {contender.name: [asdict(MatrixStep.of(step)) for step in contender.polynomials] for contender in contenders[2:]}
+    steps = {
+        contender.name: [asdict(MatrixStep.of(step)) for step in contender.polynomials] for contender in contenders[2:]
+    }
     drawn = {"all degrees": searches[LOW], "degrees up to 9": simple[LOW], "quintics": search(LOW, budgets[LOW], (5,))}
     return Study(compared, fronts, runs, steps, drawn, options.size)
 

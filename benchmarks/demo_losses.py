@@ -1,8 +1,8 @@
 """What a choice costs in loss: the demo with each variant of it, over several seeds and learning rates.
 
-Every run is that of ``examples/train_gpt.py`` or ``examples/train_moe.py`` on one device, on a model that is small enough for
-dozens of runs. With the same seed all variants start from the same weights and see the same data, so that their differences are
-taken seed by seed.
+Every run is that of ``examples/train_gpt.py`` or ``examples/train_moe.py`` on one device, on a model that is small
+enough for dozens of runs. With the same seed all variants start from the same weights and see the same data, so that
+their differences are taken seed by seed.
 """
 
 from __future__ import annotations
@@ -148,13 +148,28 @@ class Comparison:
     def _loss(self, demo: Demo, variant: str, seed: int, lr: float, options: argparse.Namespace) -> float:
         """The last validation loss of one run."""
         flags = ["--nproc", "1", *(demo.tiny if options.quick else demo.sizes), *self.variants[variant]]
-        flags += ["--seed", str(seed), "--lr", str(lr), "--steps", str(options.steps), "--threads", str(options.threads)]
+        flags += [
+            "--seed",
+            str(seed),
+            "--lr",
+            str(lr),
+            "--steps",
+            str(options.steps),
+            "--threads",
+            str(options.threads),
+        ]
         return demo.loss(flags)
 
     def _measure(self, options: argparse.Namespace, report: Report) -> Results:
         runs = list(product(self.demos, options.lrs, options.seeds, self.variants))
         return [
-            {"demo": demo.name, "lr": lr, "seed": seed, "variant": variant, "loss": self._loss(demo, variant, seed, lr, options)}
+            {
+                "demo": demo.name,
+                "lr": lr,
+                "seed": seed,
+                "variant": variant,
+                "loss": self._loss(demo, variant, seed, lr, options),
+            }
             for demo, lr, seed, variant in report.each(runs, "{0[0].name}, lr {0[1]}, seed {0[2]}, {0[3]}".format)
         ]
 
@@ -166,10 +181,15 @@ class Comparison:
 
     def _row(self, results: Results, demo: str, lr: float, variant: str) -> tuple[str, ...]:
         losses = [
-            result["loss"] for result in results if (_demo_of(result), result["lr"], result["variant"]) == (demo, lr, variant)
+            result["loss"]
+            for result in results
+            if (_demo_of(result), result["lr"], result["variant"]) == (demo, lr, variant)
         ]
         apart = differences(results, lr, variant, self.reference, demo)
-        difference = f"{statistics.mean(apart):+.4f} ± {spread(apart):.4f}", " ".join(f"{value:+.4f}" for value in apart)
+        difference = (
+            f"{statistics.mean(apart):+.4f} ± {spread(apart):.4f}",
+            " ".join(f"{value:+.4f}" for value in apart),
+        )
         shown = ("–", "–") if variant == self.reference else difference
         return f"{lr:g}", variant, f"{statistics.mean(losses):.4f} ± {spread(losses):.4f}", *shown
 
@@ -188,7 +208,9 @@ class Comparison:
 
     def _add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seeds", type=int, nargs="+", default=None, help=f"seeds (default 0 to {self.seeds - 1})")
-        parser.add_argument("--lrs", type=float, nargs="+", default=list(self.lrs), help=f"learning rates (default {self.lrs})")
+        parser.add_argument(
+            "--lrs", type=float, nargs="+", default=list(self.lrs), help=f"learning rates (default {self.lrs})"
+        )
         parser.add_argument("--steps", type=int, default=None, help=f"steps of a run (default {self.steps})")
 
     def _settle_options(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

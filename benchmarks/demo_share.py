@@ -1,7 +1,7 @@
 """What share of a training step the optimizer takes in the demo: its model, its batch, its optimizers, in one process.
 
-A step is the loss of a batch, its gradients, and the optimizer. The floor is orthogonalising the model's matrices with nothing
-else done: no Muon can take less. Beside the floor meshmuon should cost about as much as AdamW does.
+A step is the loss of a batch, its gradients, and the optimizer. The floor is orthogonalising the model's matrices with
+nothing else done: no Muon can take less. Beside the floor meshmuon should cost about as much as AdamW does.
 
     python benchmarks/demo_share.py
 """

@@ -1,4 +1,6 @@
-"""How the benchmarks' figures look: grey on nothing, to read on light and on dark pages, with plain numbers on the axes."""
+"""How the benchmarks' figures look: grey on nothing, to read on light and on dark pages, with plain numbers on the
+axes.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,18 @@ def plain_number(value: float) -> str:
 
 
 def log_axis(axes: Axes, which: str, ticks: list[float] | None = None) -> None:
-    """A logarithmic axis, ``"x"`` or ``"y"``, with plain numbers at ``ticks``, or at 1, 2 and 5 times the powers of ten."""
+    """A logarithmic axis, ``"x"`` or ``"y"``, with plain numbers at ``ticks``, or at 1, 2 and 5 times the powers of
+    ten.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
     narrow = high / low < 1e3
-    axis.set_major_locator(FixedLocator(ticks) if ticks else LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12))
+    axis.set_major_locator(
+        FixedLocator(ticks) if ticks else LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12)
+    )
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())

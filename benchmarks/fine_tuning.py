@@ -1,8 +1,10 @@
-"""Which optimizer for fine-tuning: the demo's small GPT, pretrained with each of two optimizers and fine-tuned with each.
+"""Which optimizer for fine-tuning: the demo's small GPT, pretrained with each of two optimizers and fine-tuned with
+each.
 
-Pretraining is on the Python files of the standard library without ``pydoc_data``; fine-tuning on ``pydoc_data``, the language
-reference in English prose. Reported are the loss on the new text and the rise of the loss on the old text (forgetting), over
-several fine-tuning learning rates: a larger one learns and forgets more, so that combinations are compared as curves.
+Pretraining is on the Python files of the standard library without ``pydoc_data``; fine-tuning on ``pydoc_data``, the
+language reference in English prose. Reported are the loss on the new text and the rise of the loss on the old text
+(forgetting), over several fine-tuning learning rates: a larger one learns and forgets more, so that combinations are
+compared as curves.
 
     python benchmarks/fine_tuning.py
     python benchmarks/fine_tuning.py --seeds 0 --steps 100
@@ -46,7 +48,9 @@ def texts() -> tuple[Corpus, Corpus]:
     """The old text and the new one; of the new one's files the last tenth is for validation."""
     root = default_source_root()
     whole = load_corpus(root, 0.1)
-    train, valid = (tuple(name for name in side if not name.startswith(NEW)) for side in (whole.train_files, whole.valid_files))
+    train, valid = (
+        tuple(name for name in side if not name.startswith(NEW)) for side in (whole.train_files, whole.valid_files)
+    )
     old = Corpus(read_files(root, train), read_files(root, valid), train, valid)
     names = tuple(name for name in (*whole.train_files, *whole.valid_files) if name.startswith(NEW))
     data = read_files(root, names)
@@ -112,10 +116,15 @@ def shown(values: Sequence[float]) -> str:
 
 def show(results: Results, report: Report) -> None:
     for name in LRS:
-        before = {str(result["before"]): result["before"] for result in results if result["pretrained"] == name}.values()
+        before = {
+            str(result["before"]): result["before"] for result in results if result["pretrained"] == name
+        }.values()
         old, new = ([losses[key] for losses in before] for key in ("old", "new"))
         report.note(f"pretrained with {TITLES[name]}: loss {shown(old)} on the old text, {shown(new)} on the new one")
-    rows = [(TITLES[first], TITLES[then], f"{lr:g}", shown(new), shown(lost)) for first, then, lr, new, lost in cases(results)]
+    rows = [
+        (TITLES[first], TITLES[then], f"{lr:g}", shown(new), shown(lost))
+        for first, then, lr, new, lost in cases(results)
+    ]
     columns = ("pretrained with", "fine-tuned with", "lr", "loss on the new text", "forgetting")
     report.table("after fine-tuning; mean ± standard error over seeds", columns, rows)
 
@@ -152,7 +161,9 @@ def plot(results: Results, figure: Figure) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default 0 1 2)")
-    parser.add_argument("--steps", type=int, default=None, help="steps of pretraining; fine-tuning takes a quarter (default 240)")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="steps of pretraining; fine-tuning takes a quarter (default 240)"
+    )
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -161,7 +172,15 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 BENCHMARK = common.Benchmark(
-    "fine_tuning", __doc__, measure, show, goals_of, plot, (9, 4), add_options=add_options, settle_options=settle_options
+    "fine_tuning",
+    __doc__,
+    measure,
+    show,
+    goals_of,
+    plot,
+    (9, 4),
+    add_options=add_options,
+    settle_options=settle_options,
 )
 
 if __name__ == "__main__":

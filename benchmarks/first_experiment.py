@@ -1,8 +1,8 @@
 """The first experiment: AdamW swapped for Muon on six small tasks, over learning rates and seeds.
 
-What is asked: at which lr is the swap never worse than AdamW at its usual lr, and why is that not AdamW's own lr? Every task is
-trained with both optimizers from the same weights on the same data. AdamW's runs at the usual lr also measure AdamW's real
-updates of the matrices that Muon would train, beside the size that the rule ``match_rms_adamw`` assumes.
+What is asked: at which lr is the swap never worse than AdamW at its usual lr, and why is that not AdamW's own lr? Every
+task is trained with both optimizers from the same weights on the same data. AdamW's runs at the usual lr also measure
+AdamW's real updates of the matrices that Muon would train, beside the size that the rule ``match_rms_adamw`` assumes.
 
     python benchmarks/first_experiment.py --keep runs/first_experiment.jsonl   # continues where it was stopped
     python benchmarks/first_experiment.py --tasks GPT ViT --seeds 0
@@ -57,8 +57,8 @@ SPANS = {"steps 1–20": (0, 20), "21–100": (20, 100), "101 on": (100, 10**9)}
 class UpdateMeter:
     """Sizes of AdamW's updates at lr 1 of the matrices that Muon would train, without the weight decay.
 
-    ``rms`` is over all their entries, at every step. ``spectral`` is the largest singular value ÷ that of Muon's update, at every
-    tenth step; the mean over the matrices.
+    ``rms`` is over all their entries, at every step. ``spectral`` is the largest singular value ÷ that of Muon's
+    update, at every tenth step; the mean over the matrices.
     """
 
     def __init__(self, model: nn.Module, task: Task) -> None:
@@ -78,7 +78,10 @@ class UpdateMeter:
         squares = sum(update.square().sum().item() for update in updates)
         self.rms.append(math.sqrt(squares / sum(update.numel() for update in updates)))
         if len(self.rms) % 10 == 1:
-            largest = [torch.linalg.matrix_norm(update, 2) / (ASSUMED_RMS * max(update.shape[-2:]) ** 0.5) for update in updates]
+            largest = [
+                torch.linalg.matrix_norm(update, 2) / (ASSUMED_RMS * max(update.shape[-2:]) ** 0.5)
+                for update in updates
+            ]
             self.spectral.append(torch.cat([norms.flatten() for norms in largest]).mean().item())
 
     def _update(self, name: str, lr: float) -> Tensor:
@@ -96,7 +99,8 @@ def optimizer_of(name: str, model: nn.Module, lr: float, task: Task) -> torch.op
 
 
 def trained(task: Task, optimizer_name: str, lr: float, seed: int, rms: Sequence[float] = ()) -> Row:
-    """The validation loss after the last step, None if the run diverged, and the sizes of AdamW's updates at the usual lr.
+    """The validation loss after the last step, None if the run diverged, and the sizes of AdamW's updates at the usual
+    lr.
 
     With ``rms``, Muon's matrices move as far in every step as AdamW's did.
     """
@@ -123,12 +127,17 @@ def trained(task: Task, optimizer_name: str, lr: float, seed: int, rms: Sequence
         optimizer.zero_grad()
     with torch.no_grad():
         loss = model(*task.batch(-1, seed)).item()
-    return {"loss": loss if math.isfinite(loss) else None} | ({"rms": meter.rms, "spectral": meter.spectral} if meter else {})
+    return {"loss": loss if math.isfinite(loss) else None} | (
+        {"rms": meter.rms, "spectral": meter.spectral} if meter else {}
+    )
 
 
 def grid(options: argparse.Namespace) -> list[tuple[str, str, float, int]]:
     """The runs; seed by seed, so that a sweep that is stopped has all tasks. What matters less comes last."""
-    runs = [product(options.seeds, options.tasks, names) for names in (("adamw", "muon"), ("muon_matched",), ("muon_apart",))]
+    runs = [
+        product(options.seeds, options.tasks, names)
+        for names in (("adamw", "muon"), ("muon_matched",), ("muon_apart",))
+    ]
     return [(task, name, lr, seed) for values in runs for seed, task, name in values for lr in options.lrs[name]]
 
 
@@ -153,15 +162,22 @@ def curve(rows: Iterable[Row], task: str, optimizer: str) -> dict[float, list[fl
     for row in rows:
         if (row["task"], row["optimizer"]) == (task, optimizer):
             losses.setdefault(row["lr"], []).append(row["loss"])
-    return {lr: [loss for loss in seeds if loss is not None] for lr, seeds in sorted(losses.items()) if None not in seeds}
+    return {
+        lr: [loss for loss in seeds if loss is not None] for lr, seeds in sorted(losses.items()) if None not in seeds
+    }
 
 
 def gain(rows: Sequence[Row], task: str, lr: float, adamw_lr: float | None = USUAL_LR) -> float:
-    """AdamW's loss, at its best lr for None, minus Muon's at ``lr``: the mean over the seeds of both; nan if one diverged."""
+    """AdamW's loss, at its best lr for None, minus Muon's at ``lr``: the mean over the seeds of both; nan if one
+    diverged.
+    """
     adamw = curve(rows, task, "adamw")
     compared = best(adamw) if adamw_lr is None and adamw else adamw_lr
     losses = {(row["optimizer"], row["lr"], row["seed"]): row["loss"] for row in rows if row["task"] == task}
-    pairs = [(losses.get(("adamw", compared, seed)), losses.get(("muon", lr, seed))) for seed in {row["seed"] for row in rows}]
+    pairs = [
+        (losses.get(("adamw", compared, seed)), losses.get(("muon", lr, seed)))
+        for seed in {row["seed"] for row in rows}
+    ]
     gains = [ours[0] - ours[1] for ours in pairs if ours[0] is not None and ours[1] is not None]
     return statistics.mean(gains) if gains and lr in curve(rows, task, "muon") else math.nan
 
@@ -183,7 +199,9 @@ def show(rows: list[Row], report: Report) -> None:
         cells = [cell(losses, lr, lr in tried) for lr in lrs]
         lines.append((task, TITLES[optimizer], *cells, f"{spread:.4f}"))
     columns = ("task", "optimizer", *(f"lr {lr:g}" for lr in lrs), "seeds differ by ≤")
-    report.table("validation loss after the last step, mean over seeds (over how many, if fewer); * the best", columns, lines)
+    report.table(
+        "validation loss after the last step, mean over seeds (over how many, if fewer); * the best", columns, lines
+    )
     report.table(
         f"AdamW's loss at lr {USUAL_LR:g} minus meshmuon's: above 0 meshmuon is better",
         ("task", *(f"lr {lr:g}" for lr in LRS["muon"])),
@@ -262,7 +280,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", choices=TASKS, nargs="+", default=list(TASKS), help="tasks (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds (default 0 1 2)")
     parser.add_argument("--kept-only", action="store_true", help="train nothing: show what --keep has")
-    parser.add_argument("--keep", type=Path, help="file for the runs that are done: the same command continues after them")
+    parser.add_argument(
+        "--keep", type=Path, help="file for the runs that are done: the same command continues after them"
+    )
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -89,7 +89,15 @@ def work(options: argparse.Namespace) -> None:
 def run_world(world: int, link: str | None, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), __file__]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world),
+            __file__,
+        ]
         for name in ("width", "layers", "rounds"):
             command += [f"--{name}", str(getattr(options, name))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -136,9 +144,16 @@ def show(results: dict[str, Any], report: Report) -> None:
         sent = row["sent"]
         for name in DTYPES:
             milliseconds = quartiles(row["seconds"][name]).text(1e3, 0)
-            cells = milliseconds, f"{_ratio(row, name):.2f}", f"{sent[name] / 1e6:.1f}", f"{sent[name] / sent['bfloat16']:.3f}"
+            cells = (
+                milliseconds,
+                f"{_ratio(row, name):.2f}",
+                f"{sent[name] / 1e6:.1f}",
+                f"{sent[name] / sent['bfloat16']:.3f}",
+            )
             rows.append((str(row["ranks"]), row["link"] or "loopback", name, *cells))
-    report.table("steps over a link", ("ranks", "link", "comm_dtype", "step, ms", "÷ bfloat16", "MB sent", "÷ bfloat16"), rows)
+    report.table(
+        "steps over a link", ("ranks", "link", "comm_dtype", "step, ms", "÷ bfloat16", "MB sent", "÷ bfloat16"), rows
+    )
     rows = []
     for row in results["models"]:
         steps = [f"{1e3 * row[name]['seconds']:.1f} ({1e3 * row[name]['waited']:.1f})" for name in list(DTYPES)[1:]]
@@ -158,8 +173,12 @@ def goals(results: dict[str, Any], options: argparse.Namespace) -> list[Goal]:
     found = []
     for row in results["steps"]:
         place = f"{row['ranks']} ranks, {row['link'] or 'loopback'}"
-        found.append(Goal(f"{place}: step with int8 ÷ bfloat16", _ratio(row, "int8"), most=0.62 if row["link"] else 1.05))
-        found.append(Goal(f"{place}: bytes with int8 ÷ bfloat16", row["sent"]["int8"] / row["sent"]["bfloat16"], most=0.51))
+        found.append(
+            Goal(f"{place}: step with int8 ÷ bfloat16", _ratio(row, "int8"), most=0.62 if row["link"] else 1.05)
+        )
+        found.append(
+            Goal(f"{place}: bytes with int8 ÷ bfloat16", row["sent"]["int8"] / row["sent"]["bfloat16"], most=0.51)
+        )
     largest = max(row["bfloat16, int8"]["sent"] / row["bfloat16"]["sent"] for row in results["models"])
     return [*found, Goal("models: bytes with (bfloat16, int8) ÷ bfloat16, at most", largest, most=0.765)]
 
@@ -178,7 +197,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default 2 4)")
     parser.add_argument("--width", type=int, default=256, help="d: 4 of d×d, 4d×d and d×4d per layer (default 256)")
     parser.add_argument("--layers", type=int, default=8, help="layers (default 8)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a run is given up (default 300)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds after which a run is given up (default 300)"
+    )
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
 
 

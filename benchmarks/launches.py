@@ -2,9 +2,9 @@
 
 Counted: no GPU is needed, nothing is timed.
 
-For the models of ``meshmuon plan`` the launches follow from the plan, with batches for the memory of an H100. Small programs run
-on the stand-ins of ``tests/support/happens_before``, which also count bytes and operations of the host; tests compare both ways
-on every rank.
+For the models of ``meshmuon plan`` the launches follow from the plan, with batches for the memory of an H100. Small
+programs run on the stand-ins of ``tests/support/happens_before``, which also count bytes and operations of the host;
+tests compare both ways on every rank.
 
     python benchmarks/launches.py
     python benchmarks/launches.py --hardware b200
@@ -40,7 +40,8 @@ from tests.support.happens_before.programs import Program, ProgramParam
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Model, mesh, launches per rank and step before elementwise work was fused and batches followed the device (estimated), goal.
+# Model, mesh, launches per rank and step before elementwise work was fused and batches followed the device (estimated),
+# goal.
 MODELS = (
     ("llama3-8b", "dp_shard=64", 2000, 350),
     ("qwen3-235b-a22b", "dp_shard=128", 16000, 1200),
@@ -157,14 +158,17 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
         "host",
     )
     report.table("launches per rank and step, on the rank with most", columns, [_cells(row) for row in rows])
-    report.note("products: with the norms before and the copy after. Others: momentum, packing, exchanges, updates, AdamW.")
     report.note(
-        "bytes: per element that a rank holds, momentum to wire and wire to weight; with nonfinite, as if no update were finite "
-        "(4 fewer otherwise). Batches: how many, of how many matrices."
+        "products: with the norms before and the copy after. Others: momentum, packing, exchanges, updates, AdamW."
+    )
+    report.note(
+        "bytes: per element that a rank holds, momentum to wire and wire to weight; with nonfinite, as if no update "
+        "were finite (4 fewer otherwise). Batches: how many, of how many matrices."
     )
     report.note("host operations: calls of torch that launch nothing, such as views; without those of the exchanges.")
     report.note(
-        f"host: launches × {1e6 * SECONDS_PER_LAUNCH:.0f} µs, an estimate. Before: estimated for models, counted for programs."
+        f"host: launches × {1e6 * SECONDS_PER_LAUNCH:.0f} µs, an estimate. Before: estimated for models, counted for "
+        "programs."
     )
 
 

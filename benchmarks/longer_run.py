@@ -1,9 +1,10 @@
-"""A longer run: the demo's GPT with 25 million parameters, meshmuon and AdamW, resumed on another number of ranks in the middle.
+"""A longer run: the demo's GPT with 25 million parameters, meshmuon and AdamW, resumed on another number of ranks in
+the middle.
 
-Both contenders train at the same time, each on two FSDP2 processes of one thread. For each: a short sweep of its lr; the run
-without a stop until a little past its middle; the same stretch again from a checkpoint, on one process, then on two; weights and
-optimizer state of both compared bit by bit; then the second one continues to the end. Seconds per step are measured apart, on a
-machine that does nothing else.
+Both contenders train at the same time, each on two FSDP2 processes of one thread. For each: a short sweep of its lr;
+the run without a stop until a little past its middle; the same stretch again from a checkpoint, on one process, then on
+two; weights and optimizer state of both compared bit by bit; then the second one continues to the end. Seconds per step
+are measured apart, on a machine that does nothing else.
 
 All pieces are kept in a folder. The same command, given again after an interruption, repeats none that is finished.
 
@@ -73,7 +74,9 @@ class Contender:
         self.piece("stopped", lr, 2, first + last)
         bits = {which: self.bits(which, first + last) for which in ("straight", "stopped")}
         self.piece("stopped", lr, 2, self.options.steps)
-        result = json.loads((self.work / "stopped" / self.name / f"step-{self.options.steps:06d}" / "result.json").read_text())
+        result = json.loads(
+            (self.work / "stopped" / self.name / f"step-{self.options.steps:06d}" / "result.json").read_text()
+        )
         pieces = [json.loads(line) for line in self.log.read_text().splitlines()]
         return {"sweep": sweep, "lr": float(lr), "bits": bits, "pieces": pieces, **result}
 
@@ -92,7 +95,9 @@ class Contender:
         done = [path for path in (folder / self.name).glob("step-??????") if int(path.name[5:]) >= until]
         if done:
             return
-        every = self.options.stretch if until == self.options.steps or which == "straight" else self.options.stretch // 2
+        every = (
+            self.options.stretch if until == self.options.steps or which == "straight" else self.options.stretch // 2
+        )
         flags = ["--steps", str(self.options.steps), "--microbatches", "2", "--checkpoint-dir", str(folder)]
         flags += ["--checkpoint-every", str(every), "--stop-after", str(until)]
         begin = datetime.now(timezone.utc)
@@ -105,7 +110,17 @@ class Contender:
         """Runs the demo with this contender alone; its words are added to ``log.txt``."""
         sizes = (TINY if self.options.quick else FULL).split()
         evals = ["--eval-every", str(max(1, self.options.steps // 12))]
-        command = [*sizes, *ALWAYS.split(), *evals, "--only", self.name, LR_FLAG[self.name], str(lr), "--nproc", str(processes)]
+        command = [
+            *sizes,
+            *ALWAYS.split(),
+            *evals,
+            "--only",
+            self.name,
+            LR_FLAG[self.name],
+            str(lr),
+            "--nproc",
+            str(processes),
+        ]
         with (self.options.work / f"{self.name}.log").open("a") as words:
             words.write(f"{datetime.now(timezone.utc):%F %T} {' '.join((*command, *flags))}\n")
             words.flush()
@@ -115,7 +130,9 @@ class Contender:
             raise SystemExit(f"train_gpt.py ended with {code}; its words are in {words.name}")
 
     def bits(self, which: str, step: int) -> dict[str, str]:
-        """A digest of the weights and one of the optimizer's state in a checkpoint, kept as the checkpoint may be removed."""
+        """A digest of the weights and one of the optimizer's state in a checkpoint, kept as the checkpoint may be
+        removed.
+        """
         file = self.work / f"{which}-{step}.json"
         if not file.exists():
             file.write_text(json.dumps(digests(self.work / which / self.name / f"step-{step:06d}")))
@@ -123,7 +140,9 @@ class Contender:
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
-    """A digest of all bits of the weights, and one of the optimizer's state, whatever number of processes wrote them."""
+    """A digest of all bits of the weights, and one of the optimizer's state, whatever number of processes wrote
+    them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         dcp_to_torch_save(checkpoint, Path(folder) / "whole.pt")
         state = torch.load(Path(folder) / "whole.pt", weights_only=False)
@@ -194,7 +213,9 @@ def show(results: Record, report: Report) -> None:
         for piece in run["pieces"]
     ]
     report.table("pieces", ("contender", "run", "processes", "until step", "from (UTC)", "to"), pieces)
-    digest = [(TITLES[name], which, *bits.values()) for name, run in runs.items() for which, bits in run["bits"].items()]
+    digest = [
+        (TITLES[name], which, *bits.values()) for name, run in runs.items() for which, bits in run["bits"].items()
+    ]
     report.table("digests after the stretch on other ranks", ("contender", "run", "weights", "optimizer"), digest)
     for name, seconds in results["seconds_per_step"].items():
         report.note(f"{TITLES[name]}: {seconds:.2f} s per step on an idle machine, lr {runs[name]['lr']:g}")
@@ -248,11 +269,21 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     options.steps, options.stretch = options.steps or (8 if options.quick else 240), 4 if options.quick else 20
     options.sweep_steps = 2 if options.quick else 40
     if options.steps % (2 * options.stretch):
-        parser.error(f"--steps {options.steps} must be a multiple of {2 * options.stretch}: the middle is at a checkpoint")
+        parser.error(
+            f"--steps {options.steps} must be a multiple of {2 * options.stretch}: the middle is at a checkpoint"
+        )
 
 
 BENCHMARK = common.Benchmark(
-    "longer_run", __doc__, measure, show, goals_of, plot, (11, 4.2), add_options=add_options, settle_options=settle_options
+    "longer_run",
+    __doc__,
+    measure,
+    show,
+    goals_of,
+    plot,
+    (11, 4.2),
+    add_options=add_options,
+    settle_options=settle_options,
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What the dtype of momentum costs in loss: the demo with float32 weights, and with momentum in float32, bfloat16 and int8.
+"""What the dtype of momentum costs in loss: the demo with float32 weights, and with momentum in float32, bfloat16 and
+int8.
 
 python benchmarks/loss_by_momentum.py
 python benchmarks/loss_by_momentum.py --seeds 0 1 --steps 100 --lrs 0.016

@@ -1,7 +1,7 @@
 """What bfloat16 weights cost in loss: the demo with float32 weights, and with bfloat16 weights rounded in either way.
 
-The model computes in float32 throughout; only weights, gradients, momentum and moments are bfloat16, and there is no float32 copy
-of the weights.
+The model computes in float32 throughout; only weights, gradients, momentum and moments are bfloat16, and there is no
+float32 copy of the weights.
 
     python benchmarks/loss_by_rounding.py
     python benchmarks/loss_by_rounding.py --seeds 0 1 --steps 100 --lrs 0.016

@@ -1,7 +1,7 @@
 """What rounding on the wire costs in loss: the demos in full precision, and with matrices sent as bfloat16 and as int8.
 
-A pair is of dtypes to the owners and back. The runs are of one process, whose reference path rounds as if it sent: every layout
-that sends has its bits.
+A pair is of dtypes to the owners and back. The runs are of one process, whose reference path rounds as if it sent:
+every layout that sends has its bits.
 
 python benchmarks/loss_by_wire.py
 python benchmarks/loss_by_wire.py --seeds 0 1 --steps 100 --lrs 0.016

@@ -1,8 +1,9 @@
-"""What metrics cost: optimizer steps that measure beside the same steps that do not, in turns, in seconds of the process.
+"""What metrics cost: optimizer steps that measure beside the same steps that do not, in turns, in seconds of the
+process.
 
-A step that measures takes longer; the figure that counts is what that adds to a step on average if every 10th one measures. The
-gradients are fixed, so that both do the same otherwise. Forward and backward are not part of it: in a training, the share is
-smaller.
+A step that measures takes longer; the figure that counts is what that adds to a step on average if every 10th one
+measures. The gradients are fixed, so that both do the same otherwise. Forward and backward are not part of it: in a
+training, the share is smaller.
 
     python benchmarks/metrics.py
     python benchmarks/metrics.py --rounds 5
@@ -82,7 +83,9 @@ def optimizer_of(model: Model, metrics: Metrics | None) -> Muon:
 
 def measure(model: Model, rounds: int, seconds: float) -> Result:
     optimizers = {name: optimizer_of(model, metrics) for name, metrics in KINDS.items()}
-    samples = race({name: Step(optimizer.step) for name, optimizer in optimizers.items()}, rounds, warmups=2, seconds=seconds)
+    samples = race(
+        {name: Step(optimizer.step) for name, optimizer in optimizers.items()}, rounds, warmups=2, seconds=seconds
+    )
     plain = samples["no metrics"].clock
     return Result(str(model), {name: ratio(samples[name].clock, plain) for name in KINDS if name != "no metrics"})
 
@@ -108,7 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds = options.rounds or (2 if options.quick else 15)
     results = [measure(model, rounds, 60.0) for model in report.each(models, str)]
     rows = [
-        [result.model, *(text for kind in result.ratios for text in (result.ratios[kind].text(), f"{result.added(kind):.2%}"))]
+        [
+            result.model,
+            *(text for kind in result.ratios for text in (result.ratios[kind].text(), f"{result.added(kind):.2%}")),
+        ]
         for result in results
     ]
     columns = [
@@ -116,9 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         *(text for kind in results[0].ratios for text in (f"{kind}: measured step ÷ other step", "every 10th adds")),
     ]
     report.table("Cost of metrics, optimizer step alone", columns, rows)
-    goals = [Goal(f"every {EVERY}th step adds to a step of {one.model}", one.added("metrics"), most=MOST) for one in results]
+    goals = [
+        Goal(f"every {EVERY}th step adds to a step of {one.model}", one.added("metrics"), most=MOST) for one in results
+    ]
     content: list[dict[str, Any]] = [
-        {"model": result.model, "ratios": {kind: asdict(value) for kind, value in result.ratios.items()}} for result in results
+        {"model": result.model, "ratios": {kind: asdict(value) for kind, value in result.ratios.items()}}
+        for result in results
     ]
     report.finish(content, goals, lambda figure: draw(figure, results), (7, 4))
 

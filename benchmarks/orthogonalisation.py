@@ -1,8 +1,8 @@
 """Orthogonalisation by itself: time and counted FLOPs by scheme and form, beside the peak rate of a plain product.
 
-Every round has one large square float32 product among the forms, so that "÷ peak" compares what the machine gave at that
-moment. With one thread the time is the process's own, which other processes do not lengthen. Rates count the FLOPs of the form in
-use (``meshmuon.ortho.orthogonalize_flops``), which torch's counter confirms here for small shapes.
+Every round has one large square float32 product among the forms, so that "÷ peak" compares what the machine gave at
+that moment. With one thread the time is the process's own, which other processes do not lengthen. Rates count the FLOPs
+of the form in use (``meshmuon.ortho.orthogonalize_flops``), which torch's counter confirms here for small shapes.
 
     python benchmarks/orthogonalisation.py
     python benchmarks/orthogonalisation.py --sizes 768 --ratios 1 4 --batches 1 --rounds 15
@@ -70,7 +70,9 @@ class Case:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """All shapes with the first scheme; the other schemes, whose products are the same, for single matrices and two ratios."""
+    """All shapes with the first scheme; the other schemes, whose products are the same, for single matrices and two
+    ratios.
+    """
     for place, scheme in enumerate(options.schemes):
         for n in options.sizes:
             for aspect in options.ratios if place == 0 else [r for r in options.ratios if r in (1, 4)]:
@@ -181,13 +183,16 @@ def show(results: Sequence[dict[str, Any]], report: Report) -> None:
                 f"{result['n']} × {result['m']}",
                 str(result["rounds"]),
                 f"{forms['auto']['cpu_s']['median'] * 1e3:.2f}",
-                Quartiles(**result["auto_over_standard"]).text(digits=2) + (" SLOWER" if result["slower_than_standard"] else ""),
+                Quartiles(**result["auto_over_standard"]).text(digits=2)
+                + (" SLOWER" if result["slower_than_standard"] else ""),
                 f"{forms['auto']['flops'] / forms['standard']['flops']:.2f}",
                 *share,
             )
         )
     report.table(
-        "orthogonalisation, float32; ÷ peak: counted FLOP/s of the form ÷ FLOP/s of a large square product", columns, rows
+        "orthogonalisation, float32; ÷ peak: counted FLOP/s of the form ÷ FLOP/s of a large square product",
+        columns,
+        rows,
     )
 
 
@@ -196,12 +201,15 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     lowest = min(large, key=lambda result: float(result["forms"]["auto"]["of_peak"]["median"]), default=None)
     shares = [result["forms"]["auto"]["of_peak"]["median"] for result in large]
     flagged = [
-        f"{result['scheme']} {result['batch']} × {result['n']} × {result['m']} ({result['auto_over_standard']['median']:.2f})"
+        f"{result['scheme']} {result['batch']} × {result['n']} × {result['m']} "
+        f"({result['auto_over_standard']['median']:.2f})"
         for result in results
         if result["slower_than_standard"]
     ]
     where = (
-        f"lowest at {lowest['batch']} × {lowest['n']} × {lowest['m']}; median {quartiles(shares).median:.2f}" if lowest else ""
+        f"lowest at {lowest['batch']} × {lowest['n']} × {lowest['m']}; median {quartiles(shares).median:.2f}"
+        if lowest
+        else ""
     )
     return [
         Goal(
@@ -216,7 +224,11 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
 
 def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
     axes = figure.subplots()
-    first = [result for result in results if result["scheme"] == results[0]["scheme"] and result["batch"] == results[0]["batch"]]
+    first = [
+        result
+        for result in results
+        if result["scheme"] == results[0]["scheme"] and result["batch"] == results[0]["batch"]
+    ]
     for aspect in sorted({result["m"] / result["n"] for result in first}):
         curve = [result for result in first if result["m"] / result["n"] == aspect]
         shares = [result["forms"]["auto"]["of_peak"]["median"] for result in curve]
@@ -246,7 +258,9 @@ def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]
         elif planned is None or (case.batch > 1 and case.batch * case.n**2 * case.m > options.most_batched):
             report.note(f"left out, {case}: too long")
         else:
-            results.append(measure_case(case, planned[0], options.rounds or planned[1], size, 2 if options.quick else 100))
+            results.append(
+                measure_case(case, planned[0], options.rounds or planned[1], size, 2 if options.quick else 100)
+            )
     return results
 
 
@@ -257,8 +271,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=None, help="n, the smaller side (default 64 to 4096)")
     parser.add_argument("--ratios", type=float, nargs="+", default=[1, 1.5, 4, 8], help="m ÷ n (default 1 1.5 4 8)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="matrices at once (default 1 8 64)")
-    parser.add_argument("--most-seconds", type=float, default=35.0, help="no case whose round should take longer (default 35)")
-    parser.add_argument("--most-bytes", type=int, default=2 << 30, help="no case that needs more memory (default 2 GiB)")
+    parser.add_argument(
+        "--most-seconds", type=float, default=35.0, help="no case whose round should take longer (default 35)"
+    )
+    parser.add_argument(
+        "--most-bytes", type=int, default=2 << 30, help="no case that needs more memory (default 2 GiB)"
+    )
     parser.add_argument(
         "--most-batched", type=float, default=6e9, help="no batch with more batch·n²·m (default 6e9, about a second)"
     )
@@ -270,7 +288,15 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 BENCHMARK = common.Benchmark(
-    "orthogonalisation", __doc__, measure, show, goals_of, plot, (7, 4), add_options=add_options, settle_options=settle_options
+    "orthogonalisation",
+    __doc__,
+    measure,
+    show,
+    goals_of,
+    plot,
+    (7, 4),
+    add_options=add_options,
+    settle_options=settle_options,
 )
 
 if __name__ == "__main__":

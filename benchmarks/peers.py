@@ -1,7 +1,7 @@
 """Optimizers that pip does not find, run from a checkout: ``--peer NAME=DIR``.
 
-Each takes part as it is shipped, but for what a machine without a GPU cannot run. Those whose coefficients are their own make
-another update than Keller Jordan's, and are listed with the error that they leave.
+Each takes part as it is shipped, but for what a machine without a GPU cannot run. Those whose coefficients are their
+own make another update than Keller Jordan's, and are listed with the error that they leave.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def find_peer(given: str) -> str:
     peer = PEERS[name]
     path = Path(folder).expanduser().resolve()
     if not (path / peer.package / "__init__.py").is_file():
-        raise ValueError(f"--peer {given}: there is no package {peer.package!r} in that folder; give the root of a checkout")
+        raise ValueError(
+            f"--peer {given}: there is no package {peer.package!r} in that folder; give the root of a checkout"
+        )
     sys.path.insert(0, str(path))
     try:
         importlib.import_module(peer.module)

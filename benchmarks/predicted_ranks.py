@@ -1,7 +1,7 @@
 """One rank of the predictions benchmark; ``predictions.py`` starts it under torchrun.
 
-Rounds alternate: measure rates with all ranks at work, as ``meshmuon doctor`` does, then step every layout once. Each round
-predicts its own steps, so that a machine that slows down slows down both.
+Rounds alternate: measure rates with all ranks at work, as ``meshmuon doctor`` does, then step every layout once. Each
+round predicts its own steps, so that a machine that slows down slows down both.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def main() -> None:
             calibrations.append(rates_for(shapes))
         for layout in layouts:
             around = [
-                predict(plans[layout.name], calibration, averages=layout.data_parallel) for calibration in calibrations[-2:]
+                predict(plans[layout.name], calibration, averages=layout.data_parallel)
+                for calibration in calibrations[-2:]
             ]
             predicted[layout.name].append(statistics.mean(prediction.seconds for prediction in around))
             parts[layout.name].append(around[-1].seconds_by_kind)

@@ -3,9 +3,9 @@
     make bench BENCH=predictions
     python benchmarks/predictions.py --worlds 2 4
 
-Ranks are processes over gloo. In every round all ranks measure rates as ``meshmuon doctor --shapes`` does, with the shapes of the
-plans, and step every layout; the steps of a round are predicted with the rates from before and after them. Bytes and buffers are
-counted where they are sent and allocated. Ratios of times are medians over the rounds.
+Ranks are processes over gloo. In every round all ranks measure rates as ``meshmuon doctor --shapes`` does, with the
+shapes of the plans, and step every layout; the steps of a round are predicted with the rates from before and after
+them. Bytes and buffers are counted where they are sent and allocated. Ratios of times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,15 @@ def run_world(world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs one number of ranks under torchrun."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(WORKER)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world),
+            str(WORKER),
+        ]
         for name in ("layers", "width", "rounds", "threads"):
             command += [f"--{name}", str(getattr(options, name))]
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}

@@ -8,13 +8,24 @@ import torch
 from torch import Tensor
 
 from meshmuon import Workspace
-from meshmuon.ortho import Orthogonalizer, Scheme, Scratch, blocks_for, call_scheme, iterate, reserve_scratch, scheme_for
+from meshmuon.ortho import (
+    Orthogonalizer,
+    Scheme,
+    Scratch,
+    blocks_for,
+    call_scheme,
+    iterate,
+    reserve_scratch,
+    scheme_for,
+)
 from meshmuon.ortho.kernels.products import products_for
 
 __all__ = ["prepare"]
 
 
-def prepare(batches: Sequence[Tensor], scheme: Scheme | Orthogonalizer, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
+def prepare(
+    batches: Sequence[Tensor], scheme: Scheme | Orthogonalizer, dtype: torch.dtype = torch.float32
+) -> Callable[[], None]:
     """What orthogonalises all batches, (count, rows, cols), into memory of its own; they share one workspace."""
     workspace, outs = Workspace(), [torch.empty_like(batch) for batch in batches]
     chosen = [scheme_for(scheme, batch.size(1), batch.size(2), dtype) for batch in batches]

@@ -2,13 +2,16 @@
 
     make bench BENCH=published
 
-Nothing is measured here. Times come from the machine files of ``meshmuon plan``, whose rates are assumptions; what can be right
-is which scheme is faster, and by about how much. Older schemes are modelled in a few lines each, from what their authors say:
+Nothing is measured here. Times come from the machine files of ``meshmuon plan``, whose rates are assumptions; what can
+be right is which scheme is faster, and by about how much. Older schemes are modelled in a few lines each, from what
+their authors say:
 
-- padded: every shape by itself, W parameters per turn, zeros where there are fewer; a stack of experts goes to one rank whole.
+- padded: every shape by itself, W parameters per turn, zeros where there are fewer; a stack of experts goes to one rank
+  whole.
 - repeated: every rank of a group gathers whole matrices and orthogonalises all of them.
 - divided Gram: the products with the long side are divided over the group, those of the Gram matrix are not.
-- local experts: experts are whole on their ranks, dense matrices are divided over the FSDP ranks of one expert-parallel group.
+- local experts: experts are whole on their ranks, dense matrices are divided over the FSDP ranks of one expert-parallel
+  group.
 
 All of them use the standard form of Newton–Schulz, T(4n²m + 2n³) FLOPs in T = 5 steps.
 """
@@ -79,7 +82,9 @@ def kinds_of(simulation: Simulation) -> list[Kind]:
 
 
 def gather_rate(machine: Machine) -> float:
-    """Bytes per second of an all-gather over nodes: each byte enters a node once, over any of its links, and is copied inside."""
+    """Bytes per second of an all-gather over nodes: each byte enters a node once, over any of its links, and is
+    copied inside.
+    """
     return min(machine.inside.bytes_per_second, machine.between.bytes_per_second * machine.ranks_per_node)
 
 
@@ -103,7 +108,9 @@ def padded_bytes(simulation: Simulation) -> int:
 
 
 def local_experts(kinds: Sequence[Kind], ranks: int, dense_ranks: int, machine: Machine) -> float:
-    """Seconds: experts divided over all ranks; dense matrices are gathered by ``dense_ranks``, divided over these, and summed."""
+    """Seconds: experts divided over all ranks; dense matrices are gathered by ``dense_ranks``, divided over these,
+    and summed.
+    """
     seconds = 0.0
     for kind in kinds:
         if kind.stack > 1:
@@ -116,7 +123,9 @@ def local_experts(kinds: Sequence[Kind], ranks: int, dense_ranks: int, machine: 
 
 @dataclass(frozen=True)
 class Domain:
-    """How Megatron divides the work of 32 ranks: 2 copies, over which layers are divided, of tp 2 × 8 shards; experts 8 × 2."""
+    """How Megatron divides the work of 32 ranks: 2 copies, over which layers are divided, of tp 2 × 8 shards;
+    experts 8 × 2.
+    """
 
     copies: int = 2
     dense: int = 16
@@ -131,7 +140,8 @@ def megatron(kinds: Sequence[Kind], scheme: str, machine: Machine, domain: Domai
     for kind in kinds:
         group = domain.expert_shards if kind.stack > 1 else domain.dense
         divided = domain.expert_shards if kind.stack > 1 else domain.sharded
-        here = kind.params * kind.stack / domain.copies / (domain.expert_parallel if kind.stack > 1 else 1)  # in the group
+        # in the group
+        here = kind.params * kind.stack / domain.copies / (domain.expert_parallel if kind.stack > 1 else 1)
         size, n = kind.rows * kind.cols * WIRE, min(kind.rows, kind.cols)
         rate = machine.inside.bytes_per_second
         if scheme == "repeated":
@@ -139,7 +149,8 @@ def megatron(kinds: Sequence[Kind], scheme: str, machine: Machine, domain: Domai
         elif scheme == "divided Gram":
             calls = STEPS * kind.params / domain.copies  # one for all experts of a stack
             seconds += (
-                here * (kind.seconds(machine, 1 / divided) + STEPS * 2 * n * n * WIRE / rate) + calls * machine.inside.seconds
+                here * (kind.seconds(machine, 1 / divided) + STEPS * 2 * n * n * WIRE / rate)
+                + calls * machine.inside.seconds
             )
         else:
             seconds += here / group * (kind.seconds(machine) + 2 * size * (group - 1) / group / rate)
@@ -167,7 +178,9 @@ def megatron_rows(model: str) -> list[dict[str, Any]]:
     ours = simulated(model, "dp_shard=16,tp=2,ep=16", "gb300")
     machine, kinds, case = ours.machine, kinds_of(ours), f"Megatron, {model} on 32"
     published = {"repeated": 0.632, "divided Gram": 0.356, "one home": 0.157}
-    rows = [_row(case, name, megatron(kinds, name, machine, Domain()), value, MEGATRON) for name, value in published.items()]
+    rows = [
+        _row(case, name, megatron(kinds, name, machine, Domain()), value, MEGATRON) for name, value in published.items()
+    ]
     return [*rows, _row(case, "meshmuon", ours.seconds, None, "", memory=ours.most_bytes("total"))]
 
 
@@ -177,7 +190,9 @@ def dion_rows(model: str) -> list[dict[str, Any]]:
     machine, case = ours.machine, f"dion, {model} on 1"
     rates = machine.rates_for("bfloat16", several_nodes=False)
     elementwise = rates.seconds_per_element("momentum") + rates.seconds_per_element("update")
-    seconds = sum(kind.params * (kind.stack * kind.seconds(machine) + elementwise * kind.elements) for kind in kinds_of(ours))
+    seconds = sum(
+        kind.params * (kind.stack * kind.seconds(machine) + elementwise * kind.elements) for kind in kinds_of(ours)
+    )
     return [_row(case, "batches of a shape", seconds, 0.0855, DION), _row(case, "meshmuon", ours.seconds, None, "")]
 
 
@@ -219,7 +234,15 @@ def memory_rows(model: str, ranks: int) -> list[dict[str, Any]]:
 
 
 def _row(case: str, scheme: str, value: float, published: float | None, source: str, **more: Any) -> dict[str, Any]:
-    return {"case": case, "scheme": scheme, "modelled": value, "published": published, "source": source, "kind": "s", **more}
+    return {
+        "case": case,
+        "scheme": scheme,
+        "modelled": value,
+        "published": published,
+        "source": source,
+        "kind": "s",
+        **more,
+    }
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
@@ -247,7 +270,11 @@ def _text(row: dict[str, Any], key: str) -> str:
 def cells(results: Sequence[dict[str, Any]], row: dict[str, Any]) -> tuple[str, ...]:
     """A line of the table; ratios are to the first line of the case that has one."""
     first = next(other for other in results if other["case"] == row["case"])
-    first = first if first["published"] else next((r for r in results if r["case"] == row["case"] and r["published"]), first)
+    first = (
+        first
+        if first["published"]
+        else next((r for r in results if r["case"] == row["case"] and r["published"]), first)
+    )
     ratios = [
         f"{row[key] / first[key]:.2f}" if row[key] and first[key] and row["kind"] == "s" else ""
         for key in ("modelled", "published")
@@ -267,7 +294,12 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     for case in dict.fromkeys(row["case"] for row in results):
         rows = [row for row in results if row["case"] == case and row["kind"] == "s"]
         known = [row for row in rows if row["published"]]
-        pairs = [(a, b) for k, a in enumerate(known) for b in known[k + 1 :] if abs(a["published"] / b["published"] - 1) > 0.05]
+        pairs = [
+            (a, b)
+            for k, a in enumerate(known)
+            for b in known[k + 1 :]
+            if abs(a["published"] / b["published"] - 1) > 0.05
+        ]
         wrong += sum((a["modelled"] < b["modelled"]) != (a["published"] < b["published"]) for a, b in pairs)
         ours = [row["modelled"] for row in rows if row["scheme"].startswith("meshmuon")]
         slower += sum(row["modelled"] < min(ours) for row in rows if ours and not row["scheme"].startswith("meshmuon"))
@@ -281,7 +313,13 @@ def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
     rows = [row for row in results if row["kind"] == "s"]
     axes = figure.subplots()
     for offset, key, colour in ((-0.2, "modelled", COLOURS["ours"]), (0.2, "published", COLOURS["others"])):
-        axes.barh([k + offset for k in range(len(rows))], [1e3 * (row[key] or 0) for row in rows], 0.4, color=colour, label=key)
+        axes.barh(
+            [k + offset for k in range(len(rows))],
+            [1e3 * (row[key] or 0) for row in rows],
+            0.4,
+            color=colour,
+            label=key,
+        )
     axes.set_yticks(range(len(rows)), [f"{row['case']}: {row['scheme']}" for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.set_xscale("log")

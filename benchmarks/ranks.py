@@ -30,12 +30,15 @@ from meshmuon.tools.doctor.measurements import calibrate
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
 OURS, NAIVE, REFERENCE, PURE, ALONE = "meshmuon", "naive", "reference", "pure work", "exchanges alone"
 CHOSEN, CHOSEN_ALONE = "meshmuon, plan chosen by measured rates", "its exchanges alone"
-SCHEMES = {"meshmuon, polar_express": "polar_express", "meshmuon, auto": "auto"}  # other updates: compared with each other alone
+# other updates: compared with each other alone
+SCHEMES = {"meshmuon, polar_express": "polar_express", "meshmuon, auto": "auto"}
 TOLERANCE = 1e-3  # of the update, relative to its largest entry
 
 
 class Naive:
-    """What a user would write: gather every whole update on every rank, orthogonalise all of them there, keep the own part."""
+    """What a user would write: gather every whole update on every rank, orthogonalise all of them there, keep the
+    own part.
+    """
 
     def __init__(self, params: list[nn.Parameter], layout: ModelLayout) -> None:
         self.params, self.layout = params, layout
@@ -53,7 +56,9 @@ class Naive:
             buffer.mul_(MOMENTUM).add_(grad)
             update = grad.clone().add_(buffer, alpha=MOMENTUM)
             whole = update.full_tensor() if isinstance(update, DTensor) else update
-            result = torch.stack(list(map(self._orthogonalise, whole))) if whole.dim() == 3 else self._orthogonalise(whole)
+            result = (
+                torch.stack(list(map(self._orthogonalise, whole))) if whole.dim() == 3 else self._orthogonalise(whole)
+            )
             scale = 0.2 * max(param.shape[-2:]) ** 0.5
             param.mul_(1 - LR * DECAY).add_(self.layout.place(result, index), alpha=-LR * scale)
 
@@ -98,7 +103,12 @@ def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]], rates: C
     kind = "experts" if layout.experts else "mlp"
     names = [f"layers.{k}.{kind}.weight" for k in range(len(params))]
     groups = [{"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}]
-    options: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, "scheme": SCHEMES.get(name, "keller"), "none_grad": False}
+    options: dict[str, Any] = {
+        "lr": LR,
+        "weight_decay": DECAY,
+        "scheme": SCHEMES.get(name, "keller"),
+        "none_grad": False,
+    }
     if layout.data_parallel:
         ours: Muon = DistMuon(groups, adjust_lr_fn="match_rms_adamw", **options)
     else:
@@ -133,7 +143,9 @@ def check_same(runners: dict[str, Runner]) -> dict[str, float]:
         runner.step.run()
     ours = runners[OURS].local()
     moved = over_ranks(_apart(ours, before), dist.ReduceOp.MAX)
-    apart = {name: over_ranks(_apart(runner.local(), ours), dist.ReduceOp.MAX) / moved for name, runner in runners.items()}
+    apart = {
+        name: over_ranks(_apart(runner.local(), ours), dist.ReduceOp.MAX) / moved for name, runner in runners.items()
+    }
     wrong = {name: difference for name, difference in apart.items() if difference > TOLERANCE}
     if wrong:
         sys.exit(f"not the same update as meshmuon's: {wrong} of the largest entry, at most {TOLERANCE} was expected")
@@ -184,7 +196,11 @@ def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire, rates:
         "ranks": world,
         "matrices": len(plan.tasks),
         "steps": {name: samples.facts() for name, samples in times.items()},
-        "ratio": {name: asdict(ratio(times[OURS].wall, samples.wall)) for name, samples in times.items() if "alone" not in name},
+        "ratio": {
+            name: asdict(ratio(times[OURS].wall, samples.wall))
+            for name, samples in times.items()
+            if "alone" not in name
+        },
         "auto_over_polar_express": asdict(ratio(*(times[name].wall for name in reversed(SCHEMES)))) if main else None,
         "difference": apart,
         "bytes_sent": over_ranks(sent),
@@ -219,7 +235,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # remarks on how the naive way gathers
     dist.init_process_group("gloo")
-    chosen = [layout for layout in layouts_for(dist.get_world_size()) if not options.layouts or layout.name in options.layouts]
+    chosen = [
+        layout for layout in layouts_for(dist.get_world_size()) if not options.layouts or layout.name in options.layouts
+    ]
     rates = rates_for(shape for layout in chosen for shape in shapes_of(layout, options)) if options.chosen else None
     wire, results = Wire(), []
     for layout in chosen:
@@ -230,7 +248,9 @@ def main() -> None:
         if layout.name == "FSDP2" and options.tiny:
             results[-1]["host"] = host_time(layout, options.tiny, max(5, options.rounds))
     if dist.get_rank() == 0:
-        options.out.write_text(json.dumps({"results": results, "machine": common.machine_facts(options.threads)}) + "\n")
+        options.out.write_text(
+            json.dumps({"results": results, "machine": common.machine_facts(options.threads)}) + "\n"
+        )
     gc.collect()  # an optimizer that outlives its process group may hang the process when it exits
     dist.destroy_process_group()
 

@@ -1,10 +1,10 @@
 """What a plan and the host's part of a step cost as matrices and ranks grow: µs per matrix, which must stay flat.
 
-Nothing is sent: one process is rank 0 of thousands, over torch's fake process group. Matrices are as small as their shards
-allow, so that a step is dispatch only. ``plan`` makes a plan with its digest and this rank's routes, from layouts; ``first step``
-is everything that an optimizer does once: reading DTensors, planning, buffers, views; ``step`` is what it does ever after.
-``changing`` is a step in which another tenth of the 32×64 matrices has no gradient every time, as experts without tokens, beside
-a steady step in which all have one.
+Nothing is sent: one process is rank 0 of thousands, over torch's fake process group. Matrices are as small as their
+shards allow, so that a step is dispatch only. ``plan`` makes a plan with its digest and this rank's routes, from
+layouts; ``first step`` is everything that an optimizer does once: reading DTensors, planning, buffers, views; ``step``
+is what it does ever after. ``changing`` is a step in which another tenth of the 32×64 matrices has no gradient every
+time, as experts without tokens, beside a steady step in which all have one.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --matrices 1000 100000 --ranks 2 4096
@@ -70,7 +70,9 @@ def plan_point(matrices: int, ranks: int, rounds: int) -> Point:
 
     def run() -> None:
         kinds = len(SHAPES)
-        params = [PlannedParam(name, layouts[k % kinds], 0, "bf16", 2, flops[k % kinds]) for k, name in enumerate(names)]
+        params = [
+            PlannedParam(name, layouts[k % kinds], 0, "bf16", 2, flops[k % kinds]) for k, name in enumerate(names)
+        ]
         plan = make_plan(params, PlanOptions(cost_model_for("cuda")))
         assert plan.digest
         routes_of(plan, 0)
@@ -87,7 +89,12 @@ def make_params(matrices: int, ranks: int, shape: tuple[int, int] = (8, 8)) -> l
 
     def shard() -> Tensor:
         return DTensor.from_local(
-            torch.randn(rows // ranks, cols), mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, cols)), stride=(cols, 1)
+            torch.randn(rows // ranks, cols),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((rows, cols)),
+            stride=(cols, 1),
         )
 
     return [_with_gradient(shard(), shard()) for _ in range(matrices)]
@@ -117,7 +124,9 @@ def step_points(matrices: int, ranks: int, rounds: int) -> list[Point]:
 
 
 def changing_point(matrices: int, ranks: int, rounds: int) -> Point:
-    """Two optimizers in turns: one whose matrices all have gradients, one where another tenth has none at every step."""
+    """Two optimizers in turns: one whose matrices all have gradients, one where another tenth has none at every
+    step.
+    """
     if ranks > 1:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
@@ -130,19 +139,25 @@ def changing_point(matrices: int, ranks: int, rounds: int) -> Point:
             for k, (param, grad) in enumerate(zip(changing, grads, strict=True)):
                 param.grad = None if turn and (k + turn) % 10 == 0 else grad
 
-        optimizers = [Muon([{"params": p, "names": names, "use_muon": True}], none_grad=False) for p in (steady, changing)]
+        optimizers = [
+            Muon([{"params": p, "names": names, "use_muon": True}], none_grad=False) for p in (steady, changing)
+        ]
         steps = {STEP: Step(optimizers[0].step), CHANGING: Step(optimizers[1].step, another_tenth_is_idle)}
         samples = race(steps, max(rounds, 5), warmups=2, seconds=20.0)
         host = samples[CHANGING].microseconds(matrices)
         over_steady = ratio(samples[CHANGING].clock, samples[STEP].clock).median
-        return Point(CHANGING, matrices, ranks, host["cpu_us"], host["wall_us"], len(samples[CHANGING].cpu), over_steady)
+        return Point(
+            CHANGING, matrices, ranks, host["cpu_us"], host["wall_us"], len(samples[CHANGING].cpu), over_steady
+        )
     finally:
         if ranks > 1:
             dist.destroy_process_group()
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """What is measured, as (what, matrices, ranks): every plan; steps on one device, and sharded up to ``--most-sharded``."""
+    """What is measured, as (what, matrices, ranks): every plan; steps on one device, and sharded up to
+    ``--most-sharded``.
+    """
     sharded = [count for count in options.matrices if count <= options.most_sharded]
     middle = sharded[len(sharded) // 2]
     plans = [(PLAN, count, ranks) for count in options.matrices for ranks in options.ranks]
@@ -168,7 +183,9 @@ MEASURED: dict[str, Callable[[int, int, int], list[Point]]] = {
 
 def measure(options: argparse.Namespace, report: Report) -> list[Point]:
     points: list[Point] = []
-    for what, matrices, ranks in report.each(cases(options), lambda case: f"{case[0]}: {case[1]} matrices, {case[2]} ranks"):
+    for what, matrices, ranks in report.each(
+        cases(options), lambda case: f"{case[0]}: {case[1]} matrices, {case[2]} ranks"
+    ):
         rounds = options.rounds or rounds_for(what, matrices)
         gc.collect()
         begin = time.perf_counter()
@@ -185,7 +202,9 @@ def grid(points: Sequence[Point], what: str, report: Report) -> None:
     for ranks in sorted({ranks for ranks, _ in by_cell}):
         cells = [by_cell.get((ranks, count)) for count in counts]
         rows.append((str(ranks), *(f"{point.us_per_matrix:.1f}" if point else "–" for point in cells)))
-    report.table(f"{what}: µs of process time per matrix", ("ranks", *(f"{count:,} matrices" for count in counts)), rows)
+    report.table(
+        f"{what}: µs of process time per matrix", ("ranks", *(f"{count:,} matrices" for count in counts)), rows
+    )
 
 
 def show(points: Sequence[Point], report: Report) -> None:
@@ -197,7 +216,9 @@ def show(points: Sequence[Point], report: Report) -> None:
 
 def curve(points: Sequence[Point], what: str, ranks: int) -> list[Point]:
     """The points of one number of ranks, by number of matrices."""
-    return sorted((point for point in points if point.what == what and point.ranks == ranks), key=lambda point: point.matrices)
+    return sorted(
+        (point for point in points if point.what == what and point.ranks == ranks), key=lambda point: point.matrices
+    )
 
 
 def growth(points: Sequence[Point], what: str, ranks: int) -> float | None:
@@ -210,8 +231,12 @@ def goals_of(points: Sequence[Point], options: argparse.Namespace) -> list[Goal]
     goals, ranks = [], options.ranks
     for world, where in ((1, "on one device"), (ranks[0], f"sharded over {ranks[0]} ranks")):
         worst = max(point.us_per_matrix for point in points if point.what == STEP and point.ranks == world)
-        goals.append(Goal(f"host µs per matrix {where}, at any number of matrices", worst, most=MOST_PER_MATRIX[min(world, 2)]))
-        goals.append(Goal(f"growth of µs per matrix {where}, most ÷ fewest matrices", growth(points, STEP, world), most=1.2))
+        goals.append(
+            Goal(f"host µs per matrix {where}, at any number of matrices", worst, most=MOST_PER_MATRIX[min(world, 2)])
+        )
+        goals.append(
+            Goal(f"growth of µs per matrix {where}, most ÷ fewest matrices", growth(points, STEP, world), most=1.2)
+        )
     changing = [point.over_steady for point in points if point.over_steady is not None]
     goals.append(Goal("step with another idle tenth every time ÷ a steady step", max(changing), most=MOST_CHANGING))
     wide = [point.us_per_matrix for point in points if point.what == STEP and point.ranks > 1]
@@ -253,9 +278,13 @@ def plot(rows: Sequence[dict[str, Any]], figure: Figure) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--matrices", type=int, nargs="+", default=None, help="numbers of matrices (default 10² to 10⁵)")
+    parser.add_argument(
+        "--matrices", type=int, nargs="+", default=None, help="numbers of matrices (default 10² to 10⁵)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=None, help="numbers of ranks (default 2 64 1024 4096)")
-    parser.add_argument("--most-sharded", type=int, default=10_000, help="most matrices of a sharded step (default 10,000)")
+    parser.add_argument(
+        "--most-sharded", type=int, default=10_000, help="most matrices of a sharded step (default 10,000)"
+    )
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
 """Orthogonalisation schemes in turns: time, counted FLOPs and worst error of each, shape by shape.
 
-Schemes make different updates, so each one is judged by two figures side by side: what it costs beside ``polar_express``, and how
-far from 1 its singular values end, measured by SVD on adversarial spectra of the very shape that is timed.
+Schemes make different updates, so each one is judged by two figures side by side: what it costs beside
+``polar_express``, and how far from 1 its singular values end, measured by SVD on adversarial spectra of the very shape
+that is timed.
 
 With one thread the time is the process's own, which other processes do not lengthen.
 
@@ -135,7 +136,9 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
         where = f"{result['batch']} × {result['n']} × {result['m']}"
         if result["n"] >= 256:
             most = 0.45 if result["n"] >= 512 else 0.6
-            goals.append(Goal(f"{where}: time of auto ÷ {REFERENCE}", auto["ratio"]["median"], most=most, note=auto["runs"]))
+            goals.append(
+                Goal(f"{where}: time of auto ÷ {REFERENCE}", auto["ratio"]["median"], most=most, note=auto["runs"])
+            )
         if auto["worst_error"] is not None:
             text = f"{where}: worst error of auto ÷ {REFERENCE}'s"
             goals.append(Goal(text, auto["worst_error"] / reference["worst_error"], most=1.0))

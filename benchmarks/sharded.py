@@ -1,15 +1,16 @@
 """A sharded optimizer step over gloo processes: meshmuon beside the naive way, on five kinds of layouts.
 
-The naive way is what a user would write: the whole of every update on every rank, torch.optim.Muon's Newton–Schulz in float32
-there, and the own shard of the result. ``reference`` is ``reference_path=True``. For DistMuon the naive way averages all
-gradients on all ranks and computes everything everywhere. Contenders take turns; figures are ratios of one run, round by round.
+The naive way is what a user would write: the whole of every update on every rank, torch.optim.Muon's Newton–Schulz in
+float32 there, and the own shard of the result. ``reference`` is ``reference_path=True``. For DistMuon the naive way
+averages all gradients on all ranks and computes everything everywhere. Contenders take turns; figures are ratios of one
+run, round by round.
 
-With more ranks than cores, ranks take turns on a core: the naive way then pays for every rank's repeated work, as it does in
-energy on a real cluster, but time hidden behind other work cannot be told from time in which another rank had the core. What is
-said of hiding is taken from runs with no more ranks than cores.
+With more ranks than cores, ranks take turns on a core: the naive way then pays for every rank's repeated work, as it
+does in energy on a real cluster, but time hidden behind other work cannot be told from time in which another rank had
+the core. What is said of hiding is taken from runs with no more ranks than cores.
 
-A slowed link is a network namespace of its own whose loopback lets through so many bits per second, all ranks together; it needs
-root and the kernel's token bucket filter. Delay would need netem as well and is not set.
+A slowed link is a network namespace of its own whose loopback lets through so many bits per second, all ranks together;
+it needs root and the kernel's token bucket filter. Delay would need netem as well and is not set.
 
     python benchmarks/sharded.py                                # 1, 2, 4 and 8 ranks, one after the other, then a slowed link
     python benchmarks/sharded.py --ranks 4 --layouts HSDP FSDP2 --link none
@@ -62,7 +63,15 @@ def run_world(
     """Runs one number of ranks under torchrun; with ``link`` inside a network namespace."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(WORKER)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world),
+            str(WORKER),
+        ]
         rounds = options.rounds or (2 if options.quick or world > 4 else 3)
         for name in ("layers", "width", "cores", "threads"):
             command += [f"--{name}", str(getattr(options, name))]
@@ -131,7 +140,9 @@ def link_row(result: dict[str, Any]) -> tuple[str, ...]:
 
 def compute_is_larger(result: dict[str, Any]) -> bool:
     steps = result["steps"]
-    return "pure work" in steps and steps["pure work"]["wall_s"]["median"] > steps["exchanges alone"]["wall_s"]["median"]
+    return (
+        "pure work" in steps and steps["pure work"]["wall_s"]["median"] > steps["exchanges alone"]["wall_s"]["median"]
+    )
 
 
 def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[Goal]:
@@ -151,7 +162,9 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
             goals.append(Goal(f"{place}: host µs per matrix", result["host"]["cpu_us"], most=30, note="process time"))
     largest = max(results, key=lambda result: float(result["workspace_bytes"]))
     share = largest["workspace_bytes"] / largest["two_waves_bytes"]
-    goals.append(Goal("extra memory ÷ two waves", share, most=1, note=f"{largest['layout']} on {largest['ranks']} ranks"))
+    goals.append(
+        Goal("extra memory ÷ two waves", share, most=1, note=f"{largest['layout']} on {largest['ranks']} ranks")
+    )
     return goals
 
 
@@ -160,7 +173,9 @@ def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
     results = [result for result in results if not result["link"]]  # a slow link has another scale; the table has it
     labels = [f"{result['ranks']} × {result['layout']}" for result in results]
     for shift, (name, colour) in enumerate((("meshmuon", "ours"), ("naive", "naive"), ("pure work", "floor"))):
-        times = [result["steps"][name]["wall_s"]["median"] * 1e3 if name in result["steps"] else 0.0 for result in results]
+        times = [
+            result["steps"][name]["wall_s"]["median"] * 1e3 if name in result["steps"] else 0.0 for result in results
+        ]
         axes.bar([k + (shift - 1) * 0.27 for k in range(len(results))], times, 0.26, label=name, color=COLOURS[colour])
     axes.set_xticks(range(len(results)), labels, rotation=40, ha="right")
     axes.grid(visible=False, axis="x")
@@ -190,7 +205,9 @@ def show(results: Sequence[dict[str, Any]], report: Report) -> None:
     report.table(f"one sharded step on {cores} cores, {threads} thread(s) per rank", COLUMNS, map(row_of, results))
     linked = [result for result in results if result["chosen"]]
     if linked:
-        report.table("the usual plan, and one chosen by the rates of the slowed link", LINK_COLUMNS, map(link_row, linked))
+        report.table(
+            "the usual plan, and one chosen by the rates of the slowed link", LINK_COLUMNS, map(link_row, linked)
+        )
     if max(options["ranks"], default=0) > cores:
         report.note(f"more ranks than the {cores} cores take turns on them: see the head of benchmarks/sharded.py.")
 
@@ -198,11 +215,19 @@ def show(results: Sequence[dict[str, Any]], report: Report) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=None, help="numbers of ranks to run (default 1 2 4 8)")
     parser.add_argument("--layouts", nargs="+", default=[], help="names of layouts (default all that fit)")
-    parser.add_argument("--layers", type=int, default=4, help="transformer layers for FSDP2, half of them elsewhere (default 4)")
-    parser.add_argument("--width", type=int, default=512, help="model width d: 4 of d×d, d×4d, 4d×d per layer (default 512)")
+    parser.add_argument(
+        "--layers", type=int, default=4, help="transformer layers for FSDP2, half of them elsewhere (default 4)"
+    )
+    parser.add_argument(
+        "--width", type=int, default=512, help="model width d: 4 of d×d, d×4d, 4d×d per layer (default 512)"
+    )
     parser.add_argument("--tiny", type=int, default=500, help="8×8 matrices for the host time (default 500)")
-    parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="cores that the ranks share (default: all)")
-    parser.add_argument("--link", default=None, help="rate of the slowed link, as tc writes it, or none (default 1gbit)")
+    parser.add_argument(
+        "--cores", type=int, default=os.cpu_count() or 1, help="cores that the ranks share (default: all)"
+    )
+    parser.add_argument(
+        "--link", default=None, help="rate of the slowed link, as tc writes it, or none (default 1gbit)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=400.0, help="seconds after which a number of ranks is given up (default 400)"
     )

@@ -1,12 +1,15 @@
 """One optimizer step on one device: meshmuon beside everyone else, on the matrices of four models.
 
-Contenders take turns within every round, so that a busy machine slows all of them equally. Figures are ratios of one run, round
-by round. A contender that should make the same update as meshmuon and does not is left out before the timing starts.
+Contenders take turns within every round, so that a busy machine slows all of them equally. Figures are ratios of one
+run, round by round. A contender that should make the same update as meshmuon and does not is left out before the timing
+starts.
 
-Those with another scheme make another update. A second table has what is needed to judge them: the worst error that each leaves
-on [1e-3, 1], measured by SVD on adversarial spectra; counted FLOPs; and the time beside rivals whose error is equal or worse.
+Those with another scheme make another update. A second table has what is needed to judge them: the worst error that
+each leaves on [1e-3, 1], measured by SVD on adversarial spectra; counted FLOPs; and the time beside rivals whose error
+is equal or worse.
 
-What a step does beside orthogonalising is measured by leaving the iteration out, in turns with AdamW on the same parameters.
+What a step does beside orthogonalising is measured by leaving the iteration out, in turns with AdamW on the same
+parameters.
 
 With one thread the ratios are of process time, which other processes do not lengthen.
 
@@ -84,7 +87,9 @@ def enter_all(contenders: Sequence[Contender], model: Model) -> list[Entrant]:
 
 
 def check(entrants: list[Entrant], shown: Callable[[str], None]) -> tuple[list[Entrant], dict[str, float]]:
-    """Leaves out every contender whose update should be meshmuon's and is not; returns the others and all differences."""
+    """Leaves out every contender whose update should be meshmuon's and is not; returns the others and all
+    differences.
+    """
     apart = differences(entrants)
     kept = []
     for entrant in entrants:
@@ -108,7 +113,8 @@ def two_waves(model: Model) -> int:
     """Twice the scratch of a batch: the budget, or what the largest matrix needs together with its result."""
     steps = keller().steps
     largest = max(
-        scratch_bytes(rows, cols, steps, torch.float32, torch.float32) + 4 * rows * cols for rows, cols in model.matrices
+        scratch_bytes(rows, cols, steps, torch.float32, torch.float32) + 4 * rows * cols
+        for rows, cols in model.matrices
     )
     return 2 * max(memory_budget_for(None), largest)
 
@@ -122,7 +128,11 @@ def memory_rows(entrants: list[Entrant], model: Model) -> dict[str, dict[str, An
         entrant.step.before()  # check and race have made at least two steps
         taken = allocations_of(entrant.step.run)
         extra = extra_memory(entrant, taken)
-        rows[entrant.contender.name] = {**asdict(taken), "extra": extra, "extra_over_two_waves": extra / two_waves(model)}
+        rows[entrant.contender.name] = {
+            **asdict(taken),
+            "extra": extra,
+            "extra_over_two_waves": extra / two_waves(model),
+        }
     return rows
 
 
@@ -167,8 +177,9 @@ def nothing(*given: object) -> None:
 def beside_products(model: Model, contenders: Sequence[Contender], options: argparse.Namespace) -> Quartiles:
     """What a step takes beside orthogonalising, in steps of AdamW on the same parameters.
 
-    It is measured and not subtracted: orthogonalising takes tens of times as long and varies by more than what is looked for. In
-    this race meshmuon's iteration does nothing: its updates are momentum with look-ahead, and everything else is done as ever.
+    It is measured and not subtracted: orthogonalising takes tens of times as long and varies by more than what is
+    looked for. In this race meshmuon's iteration does nothing: its updates are momentum with look-ahead, and everything
+    else is done as ever.
     """
     ours, floor = (next(contender for contender in contenders if contender.name == name) for name in (OURS, FLOOR))
     steps = {OURS: enter(ours, model).step, FLOOR: enter(replace(floor, whole=True), model).step}
@@ -188,7 +199,9 @@ def host(model: Model, contenders: Sequence[Contender], options: argparse.Namesp
 def rivals(result: dict[str, Any], least_error: float = 0.0) -> list[str]:
     """The measured float32 contenders that are not ours and leave at least this error, the fastest first."""
     names = [c.name for c in KNOWN if c.dtype == "fp32" and c.is_muon and not c.name.startswith(OURS)]
-    measured = [name for name in names if name in result["steps"] and result["worst_error"][name] * ROUNDING >= least_error]
+    measured = [
+        name for name in names if name in result["steps"] and result["worst_error"][name] * ROUNDING >= least_error
+    ]
     return sorted(measured, key=lambda name: float(result["steps"][name]["cpu_s"]["median"]))
 
 
@@ -268,11 +281,19 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
         host_us = result["host"][OURS]["cpu_us"]
         goals += [
             Goal(
-                f"{where}: step ÷ fastest fp32 contender", result["ratio"][fastest]["median"], most=0.5, note=f"beside {fastest}"
+                f"{where}: step ÷ fastest fp32 contender",
+                result["ratio"][fastest]["median"],
+                most=0.5,
+                note=f"beside {fastest}",
             ),
-            Goal(f"{where}: host µs per matrix", host_us, most=15, note="process time, 8×8 matrices of the whole model"),
             Goal(
-                f"{where}: allocations of a step after the second", ours["count"], most=0, note=f"and {ours['numbers']} numbers"
+                f"{where}: host µs per matrix", host_us, most=15, note="process time, 8×8 matrices of the whole model"
+            ),
+            Goal(
+                f"{where}: allocations of a step after the second",
+                ours["count"],
+                most=0,
+                note=f"and {ours['numbers']} numbers",
             ),
             Goal(f"{where}: extra memory ÷ two waves", ours["extra_over_two_waves"], most=1),
             Goal(
@@ -292,7 +313,11 @@ def goals_of_auto(result: dict[str, Any]) -> list[Goal]:
     fastest = rivals(result, error[AUTO])[0]
     return [
         Goal(f"{where}: worst error of auto ÷ polar_express's", error[AUTO] / error[POLAR_EXPRESS], most=ROUNDING),
-        Goal(f"{where}: step with auto ÷ {TORCH}", time_ratio(result, AUTO, TORCH).median, most=0.5 if where == "MoE" else 0.35),
+        Goal(
+            f"{where}: step with auto ÷ {TORCH}",
+            time_ratio(result, AUTO, TORCH).median,
+            most=0.5 if where == "MoE" else 0.35,
+        ),
         Goal(
             f"{where}: step with auto ÷ fastest of equal or worse error",
             time_ratio(result, AUTO, fastest).median,
@@ -310,7 +335,9 @@ def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
         times = [result["steps"][name]["wall_s"] for name in names]
         middle = [time["median"] * 1e3 for time in times]
         spread = [[(t["median"] - t["low"]) * 1e3 for t in times], [(t["high"] - t["median"]) * 1e3 for t in times]]
-        colours = [COLOURS["ours" if name == OURS else "floor" if name in (FLOOR, ALONE) else "others"] for name in names]
+        colours = [
+            COLOURS["ours" if name == OURS else "floor" if name in (FLOOR, ALONE) else "others"] for name in names
+        ]
         axes.barh(names, middle, xerr=spread, color=colours, error_kw={"lw": 0.8})
         axes.invert_yaxis()
         axes.set_title(result["model"])
@@ -351,7 +378,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=DIR",
-        help=f"an optimizer that pip does not find, by the root of its checkout ({', '.join(PEERS)}); may be given again",
+        help=(
+            f"an optimizer that pip does not find, by the root of its checkout ({', '.join(PEERS)}); may be given again"
+        ),
     )
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="no round starts later, per model (default 20, twice where costly)"
@@ -369,7 +398,15 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 BENCHMARK = common.Benchmark(
-    "single_device", __doc__, measure, show, goals_of, plot, (11, 7), add_options=add_options, settle_options=settle_options
+    "single_device",
+    __doc__,
+    measure,
+    show,
+    goals_of,
+    plot,
+    (11, 7),
+    add_options=add_options,
+    settle_options=settle_options,
 )
 
 if __name__ == "__main__":

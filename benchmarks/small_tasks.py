@@ -1,4 +1,6 @@
-"""Six small tasks, each a model and data that any Python installation has or that are generated: seconds a run on one core."""
+"""Six small tasks, each a model and data that any Python installation has or that are generated: seconds a run on
+one core.
+"""
 
 from __future__ import annotations
 
@@ -158,9 +160,14 @@ def patterns() -> Tensor:
 def image_batch(step: int, seed: int, strength: float = 1.0) -> Batch:
     """A pattern of a random class somewhere in noise."""
     generator, count = generator_of(step, seed), 64 if step >= 0 else 1024
-    labels, which = torch.randint(CLASSES, (count,), generator=generator), torch.randint(2, (count,), generator=generator)
+    labels, which = (
+        torch.randint(CLASSES, (count,), generator=generator),
+        torch.randint(2, (count,), generator=generator),
+    )
     corners = torch.randint(IMAGE - PATTERN + 1, (2, count, 1, 1), generator=generator)
-    rows, cols = (corner + torch.arange(PATTERN).view(shape) for corner, shape in zip(corners, ((-1, 1), (1, -1)), strict=True))
+    rows, cols = (
+        corner + torch.arange(PATTERN).view(shape) for corner, shape in zip(corners, ((-1, 1), (1, -1)), strict=True)
+    )
     images = torch.randn(count, IMAGE, IMAGE, generator=generator)
     images[torch.arange(count)[:, None, None], rows, cols] += strength * patterns()[labels, which]
     return images[:, None], labels
@@ -176,9 +183,8 @@ class Task:
         batch: the data of a step and a seed.
         width: of the model.
         steps: of a run.
-        decayed: warm-up over a tenth of the steps, linear decay to zero and gradients clipped to norm 1; else a constant lr.
-        betas: AdamW's.
-        muon: further options of Muon.
+        decayed: warm-up over a tenth of the steps, linear decay to zero and gradients clipped to norm 1; else a
+        constant lr. betas: AdamW's. muon: further options of Muon.
     """
 
     about: str
@@ -207,7 +213,9 @@ def mixture(width: int) -> nn.Module:
 
 TASKS = {
     "GPT": Task("the demo's model", gpt, text_batch, 96, 120, True, (0.9, 0.95)),
-    "MoE": Task("the same with 4 experts", mixture, text_batch, 96, 120, True, (0.9, 0.95), {"expert_keys": ("experts",)}),
+    "MoE": Task(
+        "the same with 4 experts", mixture, text_batch, 96, 120, True, (0.9, 0.95), {"expert_keys": ("experts",)}
+    ),
     "ViT": Task("strong patterns in noise", ViT, partial(image_batch, strength=2.0), 64, 300, True),
     "ConvNet": Task("patterns in noise", ConvNet, image_batch, 24, 300, False, muon={"conv": "flatten"}),
     "BERT": Task("masked bytes", MaskedLanguageModel, masked_batch, 96, 200, False),

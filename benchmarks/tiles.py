@@ -52,7 +52,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="also tilings that are no candidates")
     left_out = parser.parse_args().all
-    print("| operands | tile | depth | warps | stages | " + " | ".join(f"sm_{capability}" for capability in SHARED_MEMORY) + " |")
+    print(
+        "| operands | tile | depth | warps | stages | "
+        + " | ".join(f"sm_{capability}" for capability in SHARED_MEMORY)
+        + " |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for dtype, precision, tiling in _tilings(left_out=left_out):
         print(_row(KernelVariant(dtype, precision=precision), tiling), flush=True)

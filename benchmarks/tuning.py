@@ -46,7 +46,9 @@ _text: list[Corpus] = []  # read once
 
 
 def grid(options: argparse.Namespace) -> list[Row]:
-    """The runs: every lr and weight decay of both optimizers; all seeds at the decay that most use, else the first one."""
+    """The runs: every lr and weight decay of both optimizers; all seeds at the decay that most use, else the first
+    one.
+    """
     values = product(TITLES, options.decays, options.seeds, options.lrs)
     runs = [dict(zip(KEYS, (name, decay, lr, seed), strict=True)) for name, decay, seed, lr in values]
     return [row for row in runs if row["weight_decay"] == DECAY or row["seed"] == options.seeds[0]]
@@ -58,7 +60,10 @@ def final_loss(row: Row, options: argparse.Namespace) -> float | None:
     for add_options_of in (demo.add_model_options, demo.add_train_options, demo.add_optimizer_options):
         add_options_of(parser)
     width, rows, whose = *((16, 2) if options.quick else (WIDTH, 16)), "adamw-" if row["optimizer"] == "adamw" else ""
-    sizes = f"--d-model {width} --layers 2 --heads 2 --seq-len 64 --batch-size {rows} --device cpu --threads {options.threads}"
+    sizes = (
+        f"--d-model {width} --layers 2 --heads 2 --seq-len 64 --batch-size {rows} --device cpu --threads "
+        f"{options.threads}"
+    )
     flags = f"{sizes} --steps {options.steps} --eval-every {options.steps} --seed {row['seed']}"
     args = parser.parse_args(f"{flags} --{whose}lr {row['lr']} --{whose}weight-decay {row['weight_decay']}".split())
     if not _text:
@@ -72,7 +77,11 @@ def final_loss(row: Row, options: argparse.Namespace) -> float | None:
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[Row]:
-    done = [json.loads(line) for line in options.keep.read_text().splitlines()] if options.keep and options.keep.exists() else []
+    done = (
+        [json.loads(line) for line in options.keep.read_text().splitlines()]
+        if options.keep and options.keep.exists()
+        else []
+    )
     losses = {tuple(row[key] for key in KEYS): row["loss"] for row in done}
     runs = [tuple(row.values()) for row in grid(options)]
     for run in report.each([run for run in runs if run not in losses], lambda run: ", ".join(map(str, run))):
@@ -84,12 +93,16 @@ def measure(options: argparse.Namespace, report: Report) -> list[Row]:
 
 
 def curve(rows: Iterable[Row], **wanted: Any) -> dict[float, list[float]]:
-    """The losses of all seeds by lr, of the runs with the ``wanted`` values; an lr at which a seed diverged is left out."""
+    """The losses of all seeds by lr, of the runs with the ``wanted`` values; an lr at which a seed diverged is left
+    out.
+    """
     losses: dict[float, list[float | None]] = {}
     for row in rows:
         if all(row[key] == value for key, value in wanted.items()):
             losses.setdefault(row["lr"], []).append(row["loss"])
-    return {lr: [loss for loss in seeds if loss is not None] for lr, seeds in sorted(losses.items()) if None not in seeds}
+    return {
+        lr: [loss for loss in seeds if loss is not None] for lr, seeds in sorted(losses.items()) if None not in seeds
+    }
 
 
 def best(losses: dict[float, list[float]]) -> float:
@@ -171,10 +184,14 @@ def plot_decay(rows: list[Row], figure: Figure) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="seeds (default 0 1)")
-    parser.add_argument("--decays", type=float, nargs="+", default=list(DECAYS), help=f"weight decays (default {DECAYS})")
+    parser.add_argument(
+        "--decays", type=float, nargs="+", default=list(DECAYS), help=f"weight decays (default {DECAYS})"
+    )
     parser.add_argument("--lrs", type=float, nargs="+", default=list(LRS), help=f"peak learning rates (default {LRS})")
     parser.add_argument("--steps", type=int, default=None, help="steps of a run (default 300)")
-    parser.add_argument("--keep", type=Path, help="file for the runs that are done: the same command continues after them")
+    parser.add_argument(
+        "--keep", type=Path, help="file for the runs that are done: the same command continues after them"
+    )
 
 
 def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -63,7 +63,10 @@ class Wire:
 
     def alone(self) -> Callable[[], None]:
         """The exchanges counted so far, one after the other, on buffers of their own, with nothing to do meanwhile."""
-        calls = [(received.clone(), sent.clone(), there, here, group) for received, sent, there, here, group in self.exchanges]
+        calls = [
+            (received.clone(), sent.clone(), there, here, group)
+            for received, sent, there, here, group in self.exchanges
+        ]
 
         def run() -> None:
             for received, sent, there, here, group in calls:

@@ -24,8 +24,10 @@ def main(steps: int, accumulate: int) -> list[float]:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes))
     optimizer = muon()(model, lr=3e-3, weight_decay=0.1)  # before prepare, which exchanges the parameters under FSDP2
     count = accelerator.num_processes * steps
-    schedule = get_cosine_schedule_with_warmup(optimizer, count // 10, count)  # Accelerate advances it once for every rank
-    tokens = torch.randint(VOCABULARY, (16 * accumulate * count, LENGTH // 2)).repeat(1, 2)  # the second half repeats the first
+    # Accelerate advances it once for every rank
+    schedule = get_cosine_schedule_with_warmup(optimizer, count // 10, count)
+    # the second half repeats the first
+    tokens = torch.randint(VOCABULARY, (16 * accumulate * count, LENGTH // 2)).repeat(1, 2)
     labels = tokens.clone()
     labels[:, : LENGTH // 2] = -100
     samples = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]

@@ -1,4 +1,5 @@
-"""bfloat16 weights without a float32 copy: small updates are lost by rounding to nearest, and kept by stochastic rounding.
+"""bfloat16 weights without a float32 copy: small updates are lost by rounding to nearest, and kept by stochastic
+rounding.
 
 Start it with: python examples/bf16_weights.py
 """
@@ -29,7 +30,8 @@ def train(steps: int, dtype: torch.dtype, rounding: Literal["nearest", "stochast
     optimizer = Muon(
         get_default_muon_param_groups(model), lr=5e-4, weight_decay=0.1, rounding=rounding, momentum_dtype=torch.float32
     )
-    centres = torch.randn(4 * CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))  # four clusters for each class
+    # four clusters for each class
+    centres = torch.randn(4 * CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))
     losses = []
     for step in range(1, steps + 1):
         generator = torch.Generator().manual_seed(step)

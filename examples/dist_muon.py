@@ -1,4 +1,5 @@
-"""DistMuon: data parallel without a wrapper. The optimizer averages the gradients, and each momentum is on one rank only.
+"""DistMuon: data parallel without a wrapper. The optimizer averages the gradients, and each momentum is on one rank
+only.
 
 One device:  python examples/dist_muon.py
 Several:     torchrun --standalone --nproc-per-node 2 examples/dist_muon.py
@@ -24,7 +25,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def main(steps: int) -> None:
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    )
     if "RANK" in os.environ:  # started by torchrun
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -28,7 +28,9 @@ def shard(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
 def main(steps: int, strategy: str, devices: int, precision: Any, checkpoint: str | None) -> list[float]:
     sharding = ModelParallelStrategy(shard, data_parallel_size=devices, tensor_parallel_size=1)
-    fabric = lightning.Fabric(strategy=sharding if strategy == "fsdp2" else strategy, devices=devices, precision=precision)
+    fabric = lightning.Fabric(
+        strategy=sharding if strategy == "fsdp2" else strategy, devices=devices, precision=precision
+    )
     fabric.launch()
     fabric.seed_everything(0)  # the same weights on every rank
     model = fabric.setup_module(Transformer())

@@ -1,4 +1,5 @@
-"""Fused and per-head weights: tell Muon which matrices are inside a weight, and a fused weight trains like separate ones.
+"""Fused and per-head weights: tell Muon which matrices are inside a weight, and a fused weight trains like separate
+ones.
 
 Start it with: python examples/fused_weights.py
 """
@@ -38,7 +39,13 @@ class Attention(nn.Module):
 def train(name: str, steps: int, fused: bool = True, by_head: bool = False, **options: Any) -> None:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layers = [Attention(fused, by_head), nn.Linear(WIDTH, WIDTH), nn.GELU(), Attention(fused, by_head), nn.RMSNorm(WIDTH)]
+    layers = [
+        Attention(fused, by_head),
+        nn.Linear(WIDTH, WIDTH),
+        nn.GELU(),
+        Attention(fused, by_head),
+        nn.RMSNorm(WIDTH),
+    ]
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, COUNTS, bias=False)).to(device)
     groups = get_default_muon_param_groups(model)
     optimizer = Muon(groups, lr=1e-2, weight_decay=0.1, **options)

@@ -55,6 +55,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--folder", default="runs/hf_trainer", help="where checkpoints go")
-    parser.add_argument("--fsdp2", action="store_true", help="shard the model (on GPUs; Accelerate has no FSDP on CPUs)")
+    parser.add_argument(
+        "--fsdp2", action="store_true", help="shard the model (on GPUs; Accelerate has no FSDP on CPUs)"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the folder")
     main(**vars(parser.parse_args()))

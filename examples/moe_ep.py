@@ -1,4 +1,5 @@
-"""Mixture of experts, expert parallel: each rank holds whole experts, everything else is sharded by FSDP2 over the same ranks.
+"""Mixture of experts, expert parallel: each rank holds whole experts, everything else is sharded by FSDP2 over the same
+ranks.
 
 One device:  python examples/moe_ep.py
 Several:     torchrun --standalone --nproc-per-node 4 examples/moe_ep.py
@@ -39,7 +40,10 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         if self.mesh is None:
             return _weighted(x, gates, self.up, self.down)
-        whole = [DTensor.from_local(part, self.mesh, [Shard(0)]).redistribute(placements=[Replicate()]) for part in (x, gates)]
+        whole = [
+            DTensor.from_local(part, self.mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+            for part in (x, gates)
+        ]
         x, gates = (tensor.to_local(grad_placements=[Partial()]) for tensor in whole)
         gates = gates.chunk(self.mesh.size(), dim=1)[self.mesh.get_local_rank()]  # of this rank's experts
         y = _weighted(x, gates, self.up.to_local(), self.down.to_local())
@@ -64,7 +68,9 @@ class MoE(nn.Module):
 
 def main(steps: int) -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    )
     torch.manual_seed(0)  # the same weights on every rank
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(), MoE(), nn.Linear(WIDTH, CLASSES, bias=False)).to(device)
     if world > 1:
@@ -74,7 +80,8 @@ def main(steps: int) -> None:
         fully_shard(model, mesh=mesh, ignored_params={w for block in model[1:3] for w in block.experts.parameters()})
     # Each expert is a matrix of its own. Whole experts stay on their rank: Muon sends nothing for them.
     optimizer = Muon(get_default_muon_param_groups(model, expert_keys=["experts"]), lr=3e-3, weight_decay=0.1)
-    centres = torch.randn(4 * CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))  # four clusters for each class
+    # four clusters for each class
+    centres = torch.randn(4 * CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))
     for step in range(1, steps + 1):
         generator = torch.Generator().manual_seed(step)
         cluster = torch.randint(4 * CLASSES, (256,), generator=generator)

@@ -1,4 +1,6 @@
-"""Draws the losses of a run of the demo over its steps: ``python examples/plot_losses.py runs/latest/log.json loss.png``."""
+"""Draws the losses of a run of the demo over its steps: ``python examples/plot_losses.py runs/latest/log.json
+loss.png``.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,16 @@ def draw(log: Path, image: Path) -> None:
             color = CONTENDERS[name].color
             steps, losses = [point["step"] for point in run["evals"]], [point["loss"] for point in run["evals"]]
             axes.plot(range(1, len(run["train_loss"]) + 1), run["train_loss"], color=color, alpha=0.25, linewidth=0.8)
-            axes.plot(steps, losses, "o-", color=color, markersize=3, label=f"{CONTENDERS[name].title}: {losses[-1]:.3f}")
+            axes.plot(
+                steps, losses, "o-", color=color, markersize=3, label=f"{CONTENDERS[name].title}: {losses[-1]:.3f}"
+            )
             reached += losses[1:]  # the first is that of a uniform guess
         axes.set_ylim(min(reached) - 0.15, max(reached) + 0.15)
-        axes.set(xlabel="step", ylabel="validation loss (nats per byte)", title="a small GPT, equal steps (faint: training loss)")
+        axes.set(
+            xlabel="step",
+            ylabel="validation loss (nats per byte)",
+            title="a small GPT, equal steps (faint: training loss)",
+        )
         axes.legend()
 
 

@@ -33,9 +33,9 @@ def train(steps: int, threshold: float | None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     layers = nn.Sequential(*(Layer() for _ in range(2)))
-    model = nn.ModuleDict({"embedding": nn.Embedding(WORDS, WIDTH), "layers": layers, "head": nn.Linear(WIDTH, COUNTS)}).to(
-        device
-    )
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(WORDS, WIDTH), "layers": layers, "head": nn.Linear(WIDTH, COUNTS)}
+    ).to(device)
     clip = None if threshold is None else {"head_dim": HEAD_DIM, "threshold": threshold}
     optimizer = Muon(get_default_muon_param_groups(model), lr=1e-2, weight_decay=0.0, clip_config=clip)
     logits = MaxLogits()

@@ -1,7 +1,7 @@
 """FSDP2 with meshmuon under Ray Train, to copy and change. Ray starts the processes; the rest is plain torch.
 
-Start it with: python examples/ray_train.py --workers 2 (needs ray[train]). Started again with the same --name and more --steps,
-it continues from its checkpoint.
+Start it with: python examples/ray_train.py --workers 2 (needs ray[train]). Started again with the same --name and more
+--steps, it continues from its checkpoint.
 """
 
 import argparse
@@ -23,8 +23,12 @@ from fsdp2 import LENGTH, VOCABULARY, Transformer
 from meshmuon import Muon, clip_grad_norm_, get_default_muon_param_groups
 
 
-def train(steps: int, start: str | None, folder: str, report: Callable[[dict[str, float], str | None], None]) -> list[float]:
-    """Trains in an existing process group, from the checkpoint ``start`` if there is one; leaves a checkpoint in ``folder``."""
+def train(
+    steps: int, start: str | None, folder: str, report: Callable[[dict[str, float], str | None], None]
+) -> list[float]:
+    """Trains in an existing process group, from the checkpoint ``start`` if there is one; leaves a checkpoint in
+    ``folder``.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Ray shows each worker its own GPU
     torch.manual_seed(0)  # the same weights on every rank
     model = Transformer().to(device)
@@ -61,7 +65,9 @@ def load_checkpoint(model: Transformer, optimizer: Muon, folder: str) -> int:
 
 
 def worker(config: dict[str, Any]) -> None:
-    """What Ray runs in every process. Ray collects the shards of all workers, and gives them back when it starts again."""
+    """What Ray runs in every process. Ray collects the shards of all workers, and gives them back when it starts
+    again.
+    """
     from ray.train import Checkpoint, get_checkpoint, report
 
     def tell(metrics: dict[str, float], folder: str | None) -> None:

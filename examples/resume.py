@@ -1,4 +1,5 @@
-"""Resume on another mesh: save on some ranks, continue on any other number of them, with the losses of a run that never stopped.
+"""Resume on another mesh: save on some ranks, continue on any other number of them, with the losses of a run that never
+stopped.
 
 One run on 2 ranks:   torchrun --standalone --nproc-per-node 2 examples/resume.py --folder runs/resume --stop 15
 Continued on 4:       torchrun --standalone --nproc-per-node 4 examples/resume.py --folder runs/resume
@@ -26,7 +27,9 @@ WORDS, LENGTH, COUNTS = 10, 16, 6
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Random tokens, and how often each of them occurs in its sequence: a function of the step, so nothing else needs saving."""
+    """Random tokens, and how often each of them occurs in its sequence: a function of the step, so nothing else
+    needs saving.
+    """
     tokens = torch.randint(WORDS, (64, LENGTH), generator=torch.Generator().manual_seed(step))
     return tokens, (tokens[:, :, None] == tokens[:, None, :]).sum(-1).clamp(max=COUNTS) - 1
 
@@ -49,7 +52,9 @@ def load(checkpoint: Path, model: nn.Module, optimizer: Muon) -> int:
 
 def main(steps: int, stop: int | None, folder: Path | None) -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    )
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(WORDS, 64), *layers, nn.Linear(64, COUNTS, bias=False)).to(device)
@@ -87,5 +92,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--stop", type=int, help="stop after this step")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are: continues from the last one, saves at the end")
+    parser.add_argument(
+        "--folder", type=Path, help="where checkpoints are: continues from the last one, saves at the end"
+    )
     main(**vars(parser.parse_args()))

@@ -1,4 +1,5 @@
-"""Schedules that recipes use: weight decay that shrinks with the width and falls to zero, and a warm-up of the momentum.
+"""Schedules that recipes use: weight decay that shrinks with the width and falls to zero, and a warm-up of the
+momentum.
 
 Start it with: python examples/schedules.py
 """
@@ -28,14 +29,16 @@ def train(steps: int, width: int) -> None:
     blocks = [module for _ in range(3) for module in (nn.Linear(width, width), nn.RMSNorm(width), nn.GELU())]
     model = nn.Sequential(nn.Linear(TUNED_WIDTH, width), *blocks, nn.Linear(width, CLASSES, bias=False)).to(device)
 
-    # One group for Muon's matrices, one or two for AdamW's parameters, with decay for Muon alone. What a group holds is read at
-    # every step, so a schedule is an assignment. Groups of your own work the same: one per width, or per kind of layer.
+    # One group for Muon's matrices, one or two for AdamW's parameters, with decay for Muon alone. What a group holds is
+    # read at every step, so a schedule is an assignment. Groups of your own work the same: one per width, or per kind
+    # of layer.
     groups = get_default_muon_param_groups(model)
     decay = TUNED_DECAY * (TUNED_WIDTH / width) ** 2
     optimizer = Muon(groups, lr=5e-3, weight_decay=0.0)
     muon = [group for group in optimizer.param_groups if group["use_muon"]]
 
-    centres = torch.randn(4 * CLASSES, TUNED_WIDTH, generator=torch.Generator().manual_seed(1))  # four clusters per class
+    # four clusters per class
+    centres = torch.randn(4 * CLASSES, TUNED_WIDTH, generator=torch.Generator().manual_seed(1))
     for step in range(steps):
         for group in muon:
             group["weight_decay"] = decay * (1 - step / steps)  # linear to zero

@@ -42,7 +42,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def main(steps: int, tp: int) -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    )
     torch.manual_seed(0)  # the same weights on every rank
     layers = [Layer() for _ in range(2)]
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, COUNTS, bias=False)).to(device)

@@ -14,7 +14,8 @@ Ctrl-C stops early and still writes the report of what was done. With --checkpoi
 again after Ctrl-C or a crash, goes on from the last checkpoint, also with another number of processes.
 
 With --qk-clip it compares something else: meshmuon without and with QK-clip, on a model without QK-norm and at an lr so
-large that attention logits explode. logits.png, with the loss and the largest logit of every step, then stands for loss.png.
+large that attention logits explode. logits.png, with the loss and the largest logit of every step, then stands for
+loss.png.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
 
     result = argparse.ArgumentParser(description=__doc__, formatter_class=Format, allow_abbrev=False)
     result.add_argument("--out", type=Path, default=Path("runs"), help="folder in which runs/<time>/ is made")
-    result.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="draw the plot (needs matplotlib)")
+    result.add_argument(
+        "--plot", action=argparse.BooleanOptionalAction, default=True, help="draw the plot (needs matplotlib)"
+    )
     options.add_comparison_options(result)
     options.add_process_options(result)
     options.add_checkpoint_options(result)
@@ -79,7 +82,9 @@ def prepare(args: argparse.Namespace) -> tuple[Setting, Runtime]:
 
 
 def places(args: argparse.Namespace, setting: Setting, stack: ExitStack) -> tuple[Path, Checkpoints | None]:
-    """The folder of the report, an unfinished run's if there is one to go on with, and the checkpoints if they are kept."""
+    """The folder of the report, an unfinished run's if there is one to go on with, and the checkpoints if they are
+    kept.
+    """
     if not args.checkpoint_every:
         for flag in ("--checkpoint-dir", "--stop-after"):
             if getattr(args, flag[2:].replace("-", "_")) is not None:
@@ -118,7 +123,9 @@ def train_all(
     return None
 
 
-def train_one(name: str, setting: Setting, runtime: Runtime, checkpoints: Checkpoints | None, results: list[RunResult]) -> None:
+def train_one(
+    name: str, setting: Setting, runtime: Runtime, checkpoints: Checkpoints | None, results: list[RunResult]
+) -> None:
     """Train a contender from its start or from its newest checkpoint; read it back where it has already finished."""
     checkpoint = None if checkpoints is None else checkpoints.newest(name, runtime)
     if checkpoint is not None and checkpoint.result.status == "finished":
@@ -189,7 +196,9 @@ def introduction(setting: Setting) -> str:
     )
 
 
-def conclude(stop: Exception | KeyboardInterrupt | None, headline: str, folder: Path, checkpoints: Checkpoints | None) -> int:
+def conclude(
+    stop: Exception | KeyboardInterrupt | None, headline: str, folder: Path, checkpoints: Checkpoints | None
+) -> int:
     """Say how it ended and return the exit code."""
     more = "" if checkpoints is None else "\nThe same command goes on from the last checkpoint."
     if isinstance(stop, Exception):

@@ -6,11 +6,11 @@ Every layer routes each token to two of its experts. With the defaults, four pro
   the experts' stacked weights a 2 × 2 mesh (efsdp, ep): half of the experts belong to each side of "ep", and FSDP2 cuts
                                that half again over "efsdp"; tokens travel to their experts inside "ep" and back
 
-Whole experts are dealt to the processes where their number allows it (8 over 4: Muon then sends nothing for them). Where
-it does not (--experts 6), the rows of every expert are cut over "efsdp" and Muon gathers each expert at its owner.
-The optimizer is not told any of this: it reads the layouts from the parameters. No token is ever dropped, so --nproc 1
-trains the same model: in float64 to the same losses, in float32 until rounding, which Muon enlarges in directions without
-a gradient, sends the first token elsewhere. The text is Python's own standard library.
+Whole experts are dealt to the processes where their number allows it (8 over 4: Muon then sends nothing for them).
+Where it does not (--experts 6), the rows of every expert are cut over "efsdp" and Muon gathers each expert at its
+owner. The optimizer is not told any of this: it reads the layouts from the parameters. No token is ever dropped, so
+--nproc 1 trains the same model: in float64 to the same losses, in float32 until rounding, which Muon enlarges in
+directions without a gradient, sends the first token elsewhere. The text is Python's own standard library.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Experts(nn.Module):
     def _compute(self, x: Tensor, counts: Tensor) -> Tensor:
         w1, w2 = self._local(self.w1), self._local(self.w2)
         parts = zip(torch.split(x, counts.tolist()), w1, w2, strict=True)
-        # An expert without a token takes part with no rows: its gradient is zeros, and no rank leaves the others waiting.
+        # An expert without a token takes part with no rows: its gradient is zeros, and no rank leaves the others
+        # waiting.
         return torch.cat([F.relu(rows @ up.T).square() @ down.T for rows, up, down in parts])
 
     def _local(self, weight: Tensor) -> Tensor:
@@ -99,8 +100,9 @@ class Experts(nn.Module):
             return weight
         local, ranks = weight.to_local(), self.group.size()
         if local.requires_grad:
-            # The loss is the mean over all ranks. FSDP2 averages gradients over "efsdp"; over "ep" the tokens have come here
-            # and their gradients are already added up. (FSDP2's set_gradient_divide_factor does not work with gloo.)
+            # The loss is the mean over all ranks. FSDP2 averages gradients over "efsdp"; over "ep" the tokens have come
+            # here and their gradients are already added up. (FSDP2's set_gradient_divide_factor does not work with
+            # gloo.)
             local.register_hook(lambda grad: grad / ranks)  # type: ignore[no-untyped-call]
         return local
 
@@ -153,8 +155,8 @@ def expert_shard_dim(config: ModelConfig, experts: int, nproc: int, ep: int) -> 
         return 0
     if config.d_model % (nproc // ep) or config.d_ff % (nproc // ep):
         raise ValueError(
-            f"--experts {experts} do not divide over {nproc} processes, nor do their {config.d_ff} and {config.d_model} rows "
-            f"over {nproc // ep}: change --experts, --d-ff and --d-model, or --nproc and --ep"
+            f"--experts {experts} do not divide over {nproc} processes, nor do their {config.d_ff} and "
+            f"{config.d_model} rows over {nproc // ep}: change --experts, --d-ff and --d-model, or --nproc and --ep"
         )
     return 1
 
@@ -219,8 +221,12 @@ def parser() -> argparse.ArgumentParser:
 
     whole, number = options.whole, options.number
     result = argparse.ArgumentParser(description=__doc__, formatter_class=Format, allow_abbrev=False)
-    result.add_argument("--nproc", type=whole(1), default=4, help="processes; 1 trains in this one, without any sharding")
-    result.add_argument("--ep", type=whole(1), default=2, help="processes over which the experts are dealt out; divides --nproc")
+    result.add_argument(
+        "--nproc", type=whole(1), default=4, help="processes; 1 trains in this one, without any sharding"
+    )
+    result.add_argument(
+        "--ep", type=whole(1), default=2, help="processes over which the experts are dealt out; divides --nproc"
+    )
     result.add_argument("--experts", type=whole(TOP_K), default=8, help="experts per layer")
     result.add_argument("--d-model", type=whole(1), default=96, help="width of the residual stream")
     result.add_argument("--d-ff", type=whole(1), default=192, help="inner width of each expert")
@@ -235,9 +241,13 @@ def parser() -> argparse.ArgumentParser:
     options.add_wire_option(result)
     result.add_argument("--seed", type=whole(0), default=0, help="seed of the weights and the data order")
     result.add_argument("--data", type=Path, help="folder of .py files (default: Python's standard library)")
-    result.add_argument("--valid-fraction", type=number(0, 1), default=0.1, help="share of the files kept for validation")
+    result.add_argument(
+        "--valid-fraction", type=number(0, 1), default=0.1, help="share of the files kept for validation"
+    )
     result.add_argument("--device", default="cpu", help="torch device")
-    result.add_argument("--threads", type=whole(1), help="CPU threads per process (default: the cores divided over them)")
+    result.add_argument(
+        "--threads", type=whole(1), help="CPU threads per process (default: the cores divided over them)"
+    )
     return result
 
 
@@ -269,7 +279,9 @@ class Job:
         optimizer = build_optimizer(model, args.lr, args.wire)
         lrs = [args.lr * lr_scale(step, args.steps, args.warmup_steps, args.schedule) for step in range(args.steps)]
         losses = train(model, optimizer, self.batches, lrs, runtime, report)
-        return Trained(losses, validation_loss(model, self.corpus.valid, args.batch_size, VALID_WINDOWS, runtime), optimizer)
+        return Trained(
+            losses, validation_loss(model, self.corpus.valid, args.batch_size, VALID_WINDOWS, runtime), optimizer
+        )
 
 
 def follow(arguments: Sequence[str] | None) -> int:
@@ -305,7 +317,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with joined(job.runtime, follow, arguments):
             losses, valid_loss, optimizer = job.run(report)
-            print(f"\n{optimizer.plan().describe()}\n\nloss {losses[0]:.4f} → {losses[-1]:.4f}, validation {valid_loss:.4f}")
+            print(
+                f"\n{optimizer.plan().describe()}\n\nloss {losses[0]:.4f} → {losses[-1]:.4f}, validation "
+                f"{valid_loss:.4f}"
+            )
     except KeyboardInterrupt:
         print("\nStopped by Ctrl-C.")
         return INTERRUPTED

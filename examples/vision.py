@@ -1,4 +1,5 @@
-"""A vision model with convolutions: Muon sees each filter bank (out, in, height, width) as one out × (in·height·width) matrix.
+"""A vision model with convolutions: Muon sees each filter bank (out, in, height, width) as one out × (in·height·width)
+matrix.
 
 Start it with: python examples/vision.py
 """

@@ -1,7 +1,7 @@
 """One interface to GPU and CPU: streams, CUDA graphs, copies to host memory, devices.
 
-Each class is the CPU's; the class that is derived from it is its CUDA twin. No CUDA twin has run on a GPU yet. A happens-before
-checker runs them on stand-ins for CUDA, and demands each of their waits: docs/proofs.md.
+Each class is the CPU's; the class that is derived from it is its CUDA twin. No CUDA twin has run on a GPU yet. A
+happens-before checker runs them on stand-ins for CUDA, and demands each of their waits: docs/proofs.md.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ Graphs: TypeAlias = "list[torch.cuda.CUDAGraph]"
 class CudaReplay:
     """Runs ``work`` on its first call and records it as a CUDA graph; later calls replay the graph.
 
-    ``work`` must always read and write the same memory and must not wait for the device. If it cannot be recorded, later calls
-    run it, which gives the same bits. ``graphs`` are those with which it shares memory; its own is added to them.
+    ``work`` must always read and write the same memory and must not wait for the device. If it cannot be recorded,
+    later calls run it, which gives the same bits. ``graphs`` are those with which it shares memory; its own is added to
+    them.
     """
 
     def __init__(self, work: Callable[[], None], graphs: Graphs) -> None:
@@ -50,13 +51,15 @@ class CudaReplay:
         try:
             graph = torch.cuda.CUDAGraph()
             pool = self._graphs[-1].pool() if self._graphs else None
-            # In torch's default mode any thread's call, such as that of a data loader which pins memory, would end the capture.
+            # In torch's default mode any thread's call, such as that of a data loader which pins memory, would end the
+            # capture.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._work()
             self._run = graph.replay
             self._graphs.append(graph)
         except Exception as error:
-            self._graphs.clear()  # torch may take the pool for one that is still being captured to: the next graph has another
+            # torch may take the pool for one that is still being captured to: the next graph has another
+            self._graphs.clear()
             torch.cuda.set_stream(before)  # torch leaves the stream of the capture current if ending the capture fails
             _warn_of_capture(f"{type(error).__name__}: {error}")
 
@@ -64,14 +67,17 @@ class CudaReplay:
 @lru_cache  # once for each reason
 def _warn_of_capture(reason: str) -> None:
     warnings.warn(
-        f"cuda_graphs=True: a batch cannot be recorded as a CUDA graph and runs without one, with the same results ({reason}).",
+        "cuda_graphs=True: a batch cannot be recorded as a CUDA graph and runs without one, with the same results "
+        f"({reason}).",
         KernelWarning,
         stacklevel=3,
     )
 
 
 def replay_for(device: torch.device, work: Callable[[], None], graphs: Graphs | None) -> Callable[[], None]:
-    """What to call at every step: on a GPU, unless ``graphs`` is None, a CUDA graph of ``work``, else ``work`` itself."""
+    """What to call at every step: on a GPU, unless ``graphs`` is None, a CUDA graph of ``work``, else ``work``
+    itself.
+    """
     return CudaReplay(work, graphs) if graphs is not None and device.type == "cuda" else work
 
 
@@ -80,11 +86,13 @@ _SHORT_SUMS = {  # flags of torch that let products of a dtype accumulate in few
     torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
 }
 _SPLIT_SUMS = ("allow_fp16_reduced_precision_reduction_split_k", "allow_bf16_reduced_precision_reduction_split_k")
-_PACKAGES = {"triton": ("triton", "pytorch-triton"), "cublas": ("nvidia-cublas", "nvidia-cublas-cu12")}  # and their names
+# and their names
+_PACKAGES = {"triton": ("triton", "pytorch-triton"), "cublas": ("nvidia-cublas", "nvidia-cublas-cu12")}
 
 
 def wide_sums(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """A context in which torch accumulates products of ``dtype`` in 32 bits or more, whatever the user allows elsewhere.
+    """A context in which torch accumulates products of ``dtype`` in 32 bits or more, whatever the user allows
+    elsewhere.
 
     A CPU always does.
     """
@@ -182,7 +190,9 @@ def streams_for(device: torch.device) -> Streams:
 
 
 class Transfers:
-    """Bulk copies between a device and host memory. On a CPU they are done at once, and nothing is pending afterwards."""
+    """Bulk copies between a device and host memory. On a CPU they are done at once, and nothing is pending
+    afterwards.
+    """
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """Flat host memory for copies to and from the device."""
@@ -193,7 +203,9 @@ class Transfers:
         return [len(sizes)]
 
     def store(self, host: Tensor, device: Tensor) -> None:
-        """Starts copying ``device`` to ``host``, after what the device has been given so far; ``device`` may be freed at once."""
+        """Starts copying ``device`` to ``host``, after what the device has been given so far; ``device`` may be
+        freed at once.
+        """
         host.copy_(device)
 
     def load(self, device: Tensor, host: Tensor, *, waits: bool = True) -> Mark:
@@ -316,8 +328,8 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
 def work_device(param: Tensor) -> torch.device:
     """Where the matrices of a parameter travel and are orthogonalised: where it is, or on the device of its mesh.
 
-    The latter if its shards are in host memory and the mesh is of devices, as with FSDP2's ``CPUOffloadPolicy``: orthogonalising
-    would take minutes on a CPU, and NCCL does not move host memory.
+    The latter if its shards are in host memory and the mesh is of devices, as with FSDP2's ``CPUOffloadPolicy``:
+    orthogonalising would take minutes on a CPU, and NCCL does not move host memory.
     """
     sharded = as_dtensor(param)
     return device_of_mesh(sharded.device_mesh) if sharded is not None and is_staged(param) else param.device
@@ -337,7 +349,8 @@ def known_to_host(tensor: Tensor) -> bool:
 def memory_budget_for(memory_bytes: int | None) -> int:
     """The default of ``memory_budget``: 64 MiB in host memory (None).
 
-    On a device, the power of two below a 128th of its memory, at most 1 GiB: 512 MiB of 80 GB. GPUs of one kind differ by less.
+    On a device, the power of two below a 128th of its memory, at most 1 GiB: 512 MiB of 80 GB. GPUs of one kind differ
+    by less.
     """
     if memory_bytes is None:
         return 2**26
@@ -355,7 +368,9 @@ def device_name(device: torch.device) -> str:
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. Only a copy to the host waits: the host could otherwise read it before it has arrived."""
+    """``tensor`` on ``device``. Only a copy to the host waits: the host could otherwise read it before it has
+    arrived.
+    """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -371,7 +386,8 @@ def cpu_info() -> dict[str, str]:
 
 
 class Hardware:
-    """The devices of one type that this process sees, through torch's module for it, such as ``torch.cuda`` or ``torch.cpu``.
+    """The devices of one type that this process sees, through torch's module for it, such as ``torch.cuda`` or
+    ``torch.cpu``.
 
     It serves reports and measurements, not steps. Modules differ in what they offer.
     """

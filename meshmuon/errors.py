@@ -38,11 +38,15 @@ class StateError(MeshmuonError, ValueError):
 
 
 class CheckpointError(StateError):
-    """The files of a checkpoint are not those that were saved: missing, truncated or changed, or there is no manifest."""
+    """The files of a checkpoint are not those that were saved: missing, truncated or changed, or there is no
+    manifest.
+    """
 
 
 class TransportError(MeshmuonError, RuntimeError):
-    """Communication between ranks failed. The text names the phase; after any phase but the agreement, the step is half done."""
+    """Communication between ranks failed. The text names the phase; after any phase but the agreement, the step is
+    half done.
+    """
 
 
 class UnsupportedError(MeshmuonError, NotImplementedError):
@@ -50,11 +54,15 @@ class UnsupportedError(MeshmuonError, NotImplementedError):
 
 
 class KernelError(MeshmuonError, RuntimeError):
-    """The kernels or the compiler that ``kernels`` or ``compile`` asks for do not run here. Raised before anything is written."""
+    """The kernels or the compiler that ``kernels`` or ``compile`` asks for do not run here. Raised before anything
+    is written.
+    """
 
 
 class OrthogonalizeError(MeshmuonError, RuntimeError):
-    """A scheme or a rule of the user failed. The matrices that the text names keep their weights and momentum, on all ranks."""
+    """A scheme or a rule of the user failed. The matrices that the text names keep their weights and momentum, on
+    all ranks.
+    """
 
     known_to_all: bool = False  # whether all ranks raise it in the same step, and none has diverged
     names: tuple[str, ...] = ()  # of the parameters
@@ -88,9 +96,9 @@ class KeptError:
 
     A ``TransportError`` passes: no other rank can be told any longer.
 
-    The caller that raises the error takes it out first, and no caller stores it in a variable. An error that is reachable from
-    the frames of its own traceback, or from their callers, is a reference cycle, which would keep the optimizer and its state
-    alive after their last user is gone.
+    The caller that raises the error takes it out first, and no caller stores it in a variable. An error that is
+    reachable from the frames of its own traceback, or from their callers, is a reference cycle, which would keep the
+    optimizer and its state alive after their last user is gone.
     """
 
     __slots__ = ("error",)
@@ -125,7 +133,9 @@ class KeptError:
     def __enter__(self) -> KeptError:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         if not isinstance(error, Exception) or isinstance(error, TransportError):
             return False
         self.keep(error)

@@ -1,4 +1,6 @@
-"""Which matrices a parameter holds: itself, one per expert, a flattened convolution filter, or the parts of a fused weight."""
+"""Which matrices a parameter holds: itself, one per expert, a flattened convolution filter, or the parts of a fused
+weight.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ EXPERT_DIMS: tuple[str, ...] = get_args(ExpertDims)
 class StridedRange:
     """Indices of a tensor dim: ``count`` blocks of ``size`` consecutive indices, one every ``period``.
 
-    ``StridedRange(12, 12)`` are rows 12 to 23 of a fused (36, D) weight, ``StridedRange(1, 2, 3, 5)`` rows 1, 2, 6, 7, 11, 12.
-    An index of the dim is counted from the dim's beginning, a position from the first index of the range.
+    ``StridedRange(12, 12)`` are rows 12 to 23 of a fused (36, D) weight, ``StridedRange(1, 2, 3, 5)`` rows 1, 2, 6, 7,
+    11, 12. An index of the dim is counted from the dim's beginning, a position from the first index of the range.
     """
 
     start: int  # the first index
@@ -50,7 +52,9 @@ class StridedRange:
         return 0 if block < 0 else min(block * self.size + min(within, self.size), self.length)
 
     def between(self, start: int, stop: int) -> tuple[StridedRange, ...]:
-        """Its indices in [start, stop): the end of a block, whole blocks and the beginning of a block, or fewer ranges."""
+        """Its indices in [start, stop): the end of a block, whole blocks and the beginning of a block, or fewer
+        ranges.
+        """
         first, last = self.before(start), self.before(stop)
         if first == last:
             return ()
@@ -63,7 +67,11 @@ class StridedRange:
         """The indices at positions [begin, end), which are whole blocks or inside one."""
         block, within = divmod(begin, self.size)
         index, length = self.start + block * self.period + within, end - begin
-        return StridedRange(index, length) if length <= self.size else replace(self, start=index, count=length // self.size)
+        return (
+            StridedRange(index, length)
+            if length <= self.size
+            else replace(self, start=index, count=length // self.size)
+        )
 
     def moved(self, by: int) -> StridedRange:
         return replace(self, start=self.start + by)
@@ -84,7 +92,8 @@ Window: TypeAlias = tuple[StridedRange, StridedRange]
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """A ``split`` of an output dim whose parts are interleaved: ``repeats`` copies of a pattern of blocks follow each other.
+    """A ``split`` of an output dim whose parts are interleaved: ``repeats`` copies of a pattern of blocks follow each
+    other.
 
     Part *i* is block *i* of every copy, in the order in which they occur: a matrix of ``sizes[i] * repeats`` outputs.
 
@@ -108,9 +117,9 @@ class Interleaved:
         sizes = tuple(self.sizes) if isinstance(self.sizes, (tuple, list)) else ()
         if not sizes or not all(map(_is_count, sizes)) or not _is_count(self.repeats):
             raise ConfigError(
-                f"Interleaved(sizes={shown(self.sizes)}, repeats={shown(self.repeats)}) must have positive whole numbers: the "
-                "sizes of the blocks of one copy, and how many copies follow each other, such as Interleaved((64, 64, 64), 12) "
-                "for query, key and value of 12 heads."
+                f"Interleaved(sizes={shown(self.sizes)}, repeats={shown(self.repeats)}) must have positive whole "
+                "numbers: the sizes of the blocks of one copy, and how many copies follow each other, such as "
+                "Interleaved((64, 64, 64), 12) for query, key and value of 12 heads."
             )
         object.__setattr__(self, "sizes", sizes)
 
@@ -130,14 +139,16 @@ Split: TypeAlias = (
 class MatrixSet:
     """``count`` matrices of rows × cols inside one parameter.
 
-    A (96, 64) weight is one matrix. Experts (8, 96, 64) are ``MatrixSet(8, 96, 64, stack_dims=1)``. A (32, 3, 5, 5) filter with
-    ``conv="flatten"`` is ``MatrixSet(1, 32, 75)``. Each part of a fused weight is a separate set, with a ``window``.
+    A (96, 64) weight is one matrix. Experts (8, 96, 64) are ``MatrixSet(8, 96, 64, stack_dims=1)``. A (32, 3, 5, 5)
+    filter with ``conv="flatten"`` is ``MatrixSet(1, 32, 75)``. Each part of a fused weight is a separate set, with a
+    ``window``.
     """
 
     count: int
     rows: int
     cols: int
-    stack_dims: int = 0  # leading dims of the parameter that count matrices; the next dim is the rows, all others are the columns
+    # leading dims of the parameter that count matrices; the next dim is the rows, all others are the columns
+    stack_dims: int = 0
     window: Window | None = None  # which rows and columns of the parameter they are; None for all of them
     flipped: bool = False  # rows are inputs and columns are outputs; learning-rate rules and update rules need to know
 
@@ -147,7 +158,8 @@ class MatrixSet:
         return (self.cols, self.rows) if self.flipped else (self.rows, self.cols)
 
     def rule_state_shape(self, shape: Sequence[int], *, per_input: bool = False) -> tuple[int, ...]:
-        """Shape of a rule's state, one number per output of each matrix, for a parameter of ``shape``: all other dims are 1.
+        """Shape of a rule's state, one number per output of each matrix, for a parameter of ``shape``: all other dims
+        are 1.
 
         (96, 64) gives (96, 1), or (1, 64) if there is one number ``per_input``; experts (8, 96, 64) give (8, 96, 1), or
         (8, 1, 64) if they are ``flipped``.
@@ -168,7 +180,8 @@ class MatrixSet:
 class ParamMatrices:
     """Which matrices one parameter holds: an entry of the option ``matrices``."""
 
-    experts: bool | int = False  # True: the first of three dims counts matrices; a number: the blocks of rows of a 2-D weight
+    # True: the first of three dims counts matrices; a number: the blocks of rows of a 2-D weight
+    experts: bool | int = False
     dims: str = "out_in"  # ``"in_out"``: rows are inputs and columns are outputs
     split: Split | None = None  # parts of the outputs, as in the option ``split``
     flatten: bool = False  # all dims after the first are one
@@ -185,7 +198,8 @@ class MatrixOptions:
     expert_keys: tuple[str, ...] = ()  # what marks a 3-D parameter as a stack of independent expert matrices
     conv: str | None = None  # ``"flatten"`` makes any other parameter of more than two dims one (out, in·kernel) matrix
     split: Split | None = None  # how fused weights are cut along their output dim
-    expert_dims: str = "out_in"  # ``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out)
+    # ``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out)
+    expert_dims: str = "out_in"
     matrices: Mapping[str, ParamMatrices] = field(default_factory=dict)  # by name; ``*`` stands for a number in a name
 
     def of_param(self, name: str) -> ParamMatrices:
@@ -204,7 +218,9 @@ _T = TypeVar("_T")
 
 
 def without_wrappers(name: str) -> str:
-    """The name without what wrappers insert: the same for a compiled and an uncompiled model, so that checkpoints fit both."""
+    """The name without what wrappers insert: the same for a compiled and an uncompiled model, so that checkpoints
+    fit both.
+    """
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -235,13 +251,19 @@ def check_matrices(matrices: Any) -> dict[str, ParamMatrices]:
     for name, entry in matrices.items():
         if not isinstance(entry, Mapping) or not set(entry) <= set(ParamMatrices.__slots__):
             fields = ", ".join(ParamMatrices.__slots__)
-            raise ConfigError(f"matrices[{name!r}]={shown(entry)} must be a mapping with some of {fields}, such as {example}.")
+            raise ConfigError(
+                f"matrices[{name!r}]={shown(entry)} must be a mapping with some of {fields}, such as {example}."
+            )
         checked[name] = found = ParamMatrices(**entry)
         is_experts = isinstance(found.experts, bool) or _is_count(found.experts)
         for field_name, valid, expected in (
             ("experts", is_experts, "must be True, False or a number of blocks of rows"),
             ("flatten", isinstance(found.flatten, bool), "must be True or False"),
-            ("dims", isinstance(found.dims, str) and found.dims in EXPERT_DIMS, f"is unknown; write one of {EXPERT_DIMS}"),
+            (
+                "dims",
+                isinstance(found.dims, str) and found.dims in EXPERT_DIMS,
+                f"is unknown; write one of {EXPERT_DIMS}",
+            ),
         ):
             if not valid:
                 raise ConfigError(f"matrices[{name!r}]: {field_name}={shown(getattr(found, field_name))} {expected}.")
@@ -296,7 +318,9 @@ def find_matrices(name: str, shape: Sequence[int], options: MatrixOptions) -> tu
         count = known.experts
         if split is not None or whole.rows % count:
             wrong = "cannot be split as well" if split is not None else f"do not divide its {whole.rows} rows"
-            raise ConfigError(f"{name}: {count} blocks of rows {wrong}: correct experts={count} of its entry in matrices.")
+            raise ConfigError(
+                f"{name}: {count} blocks of rows {wrong}: correct experts={count} of its entry in matrices."
+            )
         size = whole.rows // count
         windows = [(StridedRange(k * size, size), cols) for k in range(count)]
     elif split is None:
@@ -314,10 +338,10 @@ def _before_split(name: str, shape: Sequence[int], options: MatrixOptions, known
         return MatrixSet(1, shape[0], shape[1], flipped=flipped)
     if len(shape) < 2:
         raise ConfigError(
-            f"{name}: shape {tuple(shape)} has no rows and columns, so Muon cannot orthogonalise it. If it is a bias, a norm or "
-            "the like, put it into a group with use_muon=False; get_default_muon_param_groups(model) does so. If it holds "
-            "matrices that a wrapper has flattened (FSDP1, DeepSpeed ZeRO, fairscale), shard the model with FSDP2 instead "
-            "(torch.distributed.fsdp.fully_shard), which keeps every matrix as it is."
+            f"{name}: shape {tuple(shape)} has no rows and columns, so Muon cannot orthogonalise it. If it is a bias, "
+            "a norm or the like, put it into a group with use_muon=False; get_default_muon_param_groups(model) does "
+            "so. If it holds matrices that a wrapper has flattened (FSDP1, DeepSpeed ZeRO, fairscale), shard the "
+            "model with FSDP2 instead (torch.distributed.fsdp.fully_shard), which keeps every matrix as it is."
         )
     if len(shape) == 3 and (known.experts or any(key in name for key in options.expert_keys)):
         return MatrixSet(shape[0], shape[1], shape[2], stack_dims=1, flipped=flipped or options.expert_dims == "in_out")
@@ -325,7 +349,8 @@ def _before_split(name: str, shape: Sequence[int], options: MatrixOptions, known
         return MatrixSet(1, shape[0], math.prod(shape[1:]), flipped=flipped)
     raise ConfigError(
         f"{name}: shape {tuple(shape)} has more than two dims. If it is a stack of expert matrices (experts, out, in), "
-        f"pass expert_keys=[...] with a part of its name (now {list(options.expert_keys)}). If it is a convolution filter, pass "
+        f"pass expert_keys=[...] with a part of its name (now {list(options.expert_keys)}). If it is a convolution "
+        "filter, pass "
         'conv="flatten" to treat it as one (out, in·kernel) matrix, or put it into a group with use_muon=False.'
     )
 
@@ -346,8 +371,8 @@ def _parts(name: str, split: Any, outputs: int) -> list[StridedRange]:
         if outputs % period == 0 and outputs:
             fix = f"Write Interleaved({sizes}, {outputs // period})."
         raise ConfigError(
-            f"{name}: split=Interleaved({sizes}, {repeats}) is for {repeats} times {period} outputs, {period * repeats} in all, "
-            f"but it has {outputs} outputs. {fix}"
+            f"{name}: split=Interleaved({sizes}, {repeats}) is for {repeats} times {period} outputs, "
+            f"{period * repeats} in all, but it has {outputs} outputs. {fix}"
         )
     if len(sizes) == 1 or repeats == 1:  # consecutive outputs
         return _parts(name, tuple(size * repeats for size in sizes), outputs)
@@ -361,7 +386,9 @@ def part_sizes(split: Any, outputs: int) -> tuple[int, ...]:
 
 
 def _interleaved(split: Any) -> Interleaved | None:
-    """An ``Interleaved``, or the pair of its sizes and repeats as which param groups keep it; None for anything else."""
+    """An ``Interleaved``, or the pair of its sizes and repeats as which param groups keep it; None for anything
+    else.
+    """
     if isinstance(split, (tuple, list)) and len(split) == 2 and isinstance(split[0], (tuple, list)):
         return Interleaved(split[0], split[1])  # type: ignore[arg-type]
     return split if isinstance(split, Interleaved) else None
@@ -374,15 +401,16 @@ def _sizes(name: str, split: Any, outputs: int | None) -> tuple[int, ...]:
             return (split,)
         if outputs % split:
             raise ConfigError(
-                f"{name}: split={split}, but {outputs} outputs do not divide into such parts: give the sizes of the parts."
+                f"{name}: split={split}, but {outputs} outputs do not divide into such parts: give the sizes of the "
+                "parts."
             )
         return (split,) * (outputs // split)
     sizes = tuple(split) if isinstance(split, (tuple, list)) else ()
     if not sizes or not all(map(_is_count, sizes)):
         raise ConfigError(
-            f"{name}: split={shown(split)} must be sizes of parts such as (1024, 256, 256), the size of equal parts such as 128, "
-            "Interleaved((64, 64, 64), 12) for interleaved parts, or a function of name and shape that returns one of these "
-            "or None."
+            f"{name}: split={shown(split)} must be sizes of parts such as (1024, 256, 256), the size of equal parts "
+            "such as 128, Interleaved((64, 64, 64), 12) for interleaved parts, or a function of name and shape that "
+            "returns one of these or None."
         )
     if outputs is not None and sum(sizes) != outputs:
         raise ConfigError(f"{name}: split={sizes} adds up to {sum(sizes)}, but it has {outputs} outputs.")

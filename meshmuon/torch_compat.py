@@ -1,11 +1,12 @@
 """Everything that meshmuon uses of torch that is private, or that differs between versions of torch.
 
-Each function says why it is needed. It works with all versions from ``OLDEST`` to ``NEWEST``, and says so where these differ.
-``tests/test_torch_compat.py`` has a test for each, which fails when torch changes. ``torch._foreach_*`` is not here: torch
-documents these functions despite the underscore.
+Each function says why it is needed. It works with all versions from ``OLDEST`` to ``NEWEST``, and says so where these
+differ. ``tests/test_torch_compat.py`` has a test for each, which fails when torch changes. ``torch._foreach_*`` is not
+here: torch documents these functions despite the underscore.
 
-Private names are imported inside functions only. meshmuon can then be imported even if torch has renamed them, and without
-``torch.distributed``. Importing ``torch.distributed.tensor`` also takes a second, which single-device users need not spend.
+Private names are imported inside functions only. meshmuon can then be imported even if torch has renamed them, and
+without ``torch.distributed``. Importing ``torch.distributed.tensor`` also takes a second, which single-device users
+need not spend.
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# ---------------------------------------------------------------------------------------------------------------- versions
+# ----------------------------------------------------------------------------------------------------------------
+# versions
 
 OLDEST, NEWEST = "2.11.0", "2.15.0"
-"""The oldest and newest tested versions, as in README (docs/proofs.md has the list). ``pyproject.toml`` has the oldest."""
+"""The oldest and newest tested versions, as in README (docs/proofs.md has the list). ``pyproject.toml`` has the
+oldest.
+"""
 
 _warned = False
 
@@ -48,8 +52,8 @@ _warned = False
 def settle_fake_tensors() -> None:
     """Enters torch's mode of fake tensors once, in the calling thread, which must live as long as the process.
 
-    DTensors ask it for shapes. CUDA builds of torch 2.11 on a machine without a GPU crash if it is first entered in a thread that
-    ends, and later in another one.
+    DTensors ask it for shapes. CUDA builds of torch 2.11 on a machine without a GPU crash if it is first entered in a
+    thread that ends, and later in another one.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -62,25 +66,29 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def warn_if_untested() -> None:
-    """Warns once per process if this version of torch is not tested. Only sharded steps depend on it, so only they call this."""
+    """Warns once per process if this version of torch is not tested. Only sharded steps depend on it, so only they
+    call this.
+    """
     global _warned
     version = _release(torch.__version__)
     if _warned or (_release(OLDEST) <= version and version[:2] <= _release(NEWEST)[:2]):
         return
     _warned = True
     warnings.warn(
-        f"meshmuon is tested with torch {OLDEST} to {NEWEST}, and this is torch {torch.__version__}. Sharded steps read private "
-        "parts of DTensor, DeviceMesh and process groups, which this version may have changed: compare a few steps with "
-        "reference_path=True, which leaves layouts to torch, or use a tested version.",
+        f"meshmuon is tested with torch {OLDEST} to {NEWEST}, and this is torch {torch.__version__}. Sharded steps "
+        "read private parts of DTensor, DeviceMesh and process groups, which this version may have changed: compare a "
+        "few steps with reference_path=True, which leaves layouts to torch, or use a tested version.",
         UntestedTorchWarning,
         stacklevel=2,
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- DTensors
+# ----------------------------------------------------------------------------------------------------------------
+# DTensors
 
-# ``DTensor._local_tensor``: ``to_local()`` creates a new view at every call if gradients are recorded. ``DTensor._spec``: no
-# public object describes a whole layout. torch replaces a spec instead of changing it, and equal specs are equal layouts.
+# ``DTensor._local_tensor``: ``to_local()`` creates a new view at every call if gradients are recorded.
+# ``DTensor._spec``: no public object describes a whole layout. torch replaces a spec instead of changing it, and equal
+# specs are equal layouts.
 SHARD_METADATA = attrgetter("shape", "dtype", "device", "_spec", "_local_tensor.shape")
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -101,7 +109,8 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 def as_dtensor(tensor: Tensor) -> DTensor | None:
     if type(tensor) in _PLAIN:
         return None
-    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: that takes a second, and without it no DTensor exists
+    # not imported: that takes a second, and without it no DTensor exists
+    tensors = sys.modules.get("torch.distributed.tensor")
     return tensor if tensors is not None and isinstance(tensor, tensors.DTensor) else None
 
 
@@ -112,7 +121,8 @@ def device_of_mesh(mesh: DeviceMesh) -> torch.device:
         return torch.device(kind, torch.get_device_module(kind).current_device())
     except (RuntimeError, AssertionError) as error:  # torch raises the latter where it was built without the device
         raise UnsupportedError(
-            f"the parameters' mesh is of {kind} devices, and this process has none ({error}), so their matrices cannot be "
+            f"the parameters' mesh is of {kind} devices, and this process has none ({error}), so their matrices "
+            "cannot be "
             f'orthogonalised there: run where {kind} is available, or build the mesh with device_type="cpu".'
         ) from error
 
@@ -138,8 +148,8 @@ def dtensor_like(like: DTensor, local: Tensor) -> Tensor:
 def zeros_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``torch.zeros_like`` that does not ask DTensor how the result is laid out: exactly like ``tensor``.
 
-    To find that out torch 2.15 (2.13 does not) goes through all combinations of placements over the mesh axes, once per shape and
-    dtype: 0.1 s on a mesh of 3 axes, 1.6 s on one of 4.
+    To find that out torch 2.15 (2.13 does not) goes through all combinations of placements over the mesh axes, once per
+    shape and dtype: 0.1 s on a mesh of 3 axes, 1.6 s on one of 4.
     """
     sharded = as_dtensor(tensor)
     if sharded is None:
@@ -172,7 +182,8 @@ def same_layout(tensor: DTensor, other: DTensor) -> bool:
     return all(getattr(tensor._spec, key) == getattr(other._spec, key) for key in ("placements", "mesh", "shard_order"))
 
 
-# ------------------------------------------------------------------------------------------------------------------ meshes
+# ------------------------------------------------------------------------------------------------------------------
+# meshes
 
 
 def mesh_slices(mesh: DeviceMesh) -> list[tuple[int, ...]]:
@@ -183,13 +194,14 @@ def mesh_slices(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
     if layout is None or rank_map is None:
         raise UnsupportedError(
-            f"torch {torch.__version__} does not say which mesh {mesh} is a slice of, so its ranks would plan without the "
-            f"others. Use torch {OLDEST} to {NEWEST}."
+            f"torch {torch.__version__} does not say which mesh {mesh} is a slice of, so its ranks would plan without "
+            f"the others. Use torch {OLDEST} to {NEWEST}."
         )
     return [tuple(ranks) for ranks in layout.remap_to_tensor(rank_map).flatten(1).tolist()]
 
 
-# ---------------------------------------------------------------------------------------------------------- process groups
+# ---------------------------------------------------------------------------------------------------------- process
+# groups
 
 
 _unbinding = threading.Lock()
@@ -215,14 +227,16 @@ def _without_bound_device(default: Any) -> Iterator[None]:
 def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
     """Creates a process group of ``ranks``, on these ranks only, under a name that all of them derive by themselves.
 
-    ``dist.new_group(use_local_synchronization=True)`` does not fit: it names a process group after the number of process groups
-    that the process has registered, which differs between ranks in different meshes, and members with different names wait for
-    each other forever. This does the rest of ``new_group`` under the given name. Two things differ from it:
+    ``dist.new_group(use_local_synchronization=True)`` does not fit: it names a process group after the number of
+    process groups that the process has registered, which differs between ranks in different meshes, and members with
+    different names wait for each other forever. This does the rest of ``new_group`` under the given name. Two things
+    differ from it:
 
-    - If ``init_process_group`` was given a ``device_id``, torch splits the default group's communicator, for which all ranks of
-      the default group must call. Without that device, NCCL connects the members at their first collective.
-    - torch forgets the group, except for its ranks. Otherwise the next group that torch names would have different names on
-      members and on other ranks. The caller must keep the group, and shut it down: ``destroy_process_group`` does not.
+    - If ``init_process_group`` was given a ``device_id``, torch splits the default group's communicator, for which all
+      ranks of the default group must call. Without that device, NCCL connects the members at their first collective.
+    - torch forgets the group, except for its ranks. Otherwise the next group that torch names would have different
+      names on members and on other ranks. The caller must keep the group, and shut it down: ``destroy_process_group``
+      does not.
     """
     import torch.distributed.distributed_c10d as c10d
 
@@ -253,15 +267,17 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta | None) 
 def cause_of(error: Exception) -> BaseException:
     """What made a collective fail.
 
-    torch then looks up the name of the group's backend for its log, and raises a ``ValueError`` if it does not know the group, as
-    those of ``new_named_group``.
+    torch then looks up the name of the group's backend for its log, and raises a ``ValueError`` if it does not know the
+    group, as those of ``new_named_group``.
     """
     context = error.__context__
     return context if isinstance(error, ValueError) and isinstance(context, RuntimeError) else error
 
 
 def first_told(key: str, text: str) -> str:
-    """The text of the rank that was the first to call with this ``key``, on all ranks; this rank's own if the store is gone."""
+    """The text of the rank that was the first to call with this ``key``, on all ranks; this rank's own if the store
+    is gone.
+    """
     import torch.distributed.distributed_c10d as c10d
 
     try:
@@ -281,7 +297,9 @@ def object_device(process_group: dist.ProcessGroup) -> torch.device:
 
 
 def abort(process_group: dist.ProcessGroup) -> None:
-    """Aborts the running collectives of a process group, on backends that can, such as NCCL. gloo's abort does nothing."""
+    """Aborts the running collectives of a process group, on backends that can, such as NCCL. gloo's abort does
+    nothing.
+    """
     with suppress(AttributeError, NotImplementedError, RuntimeError):
         process_group.abort()
 
@@ -312,16 +330,20 @@ def available_backends() -> dict[str, list[str]]:
     torch documents neither list. ``fake``, which moves nothing, is in the list of newer versions.
     """
     names = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    return {name: list(dist.Backend.backend_capability.get(name, ())) for name in names if dist.is_backend_available(name)}
+    return {
+        name: list(dist.Backend.backend_capability.get(name, ())) for name in names if dist.is_backend_available(name)
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------- autograd
+# ----------------------------------------------------------------------------------------------------------------
+# autograd
 
 
 def mark_overwritten(tensors: Sequence[Tensor]) -> None:
     """Tells autograd that the tensors were written: a backward pass that has saved one of them then raises.
 
-    Needed if a DTensor is written through its local tensor, and after torch's fused optimizers, which do not tell autograd.
+    Needed if a DTensor is written through its local tensor, and after torch's fused optimizers, which do not tell
+    autograd.
     """
     torch.autograd.graph.increment_version(tensors)
 
@@ -329,9 +351,10 @@ def mark_overwritten(tensors: Sequence[Tensor]) -> None:
 class FSDP2Weights:
     """The unsharded weights that FSDP2 gathers from given shards.
 
-    A forward pass saves these, not the shards. If FSDP2 frees them afterwards, the backward pass gathers them again, from shards
-    that a step may have changed meanwhile. FSDP2 hides that change from autograd. Only FSDP2's own lists lead from a shard to its
-    unsharded weight: ``FSDPState._fsdp_param_group`` in 2.11, ``_fsdp_param_groups`` in 2.13 and later.
+    A forward pass saves these, not the shards. If FSDP2 frees them afterwards, the backward pass gathers them again,
+    from shards that a step may have changed meanwhile. FSDP2 hides that change from autograd. Only FSDP2's own lists
+    lead from a shard to its unsharded weight: ``FSDPState._fsdp_param_group`` in 2.11, ``_fsdp_param_groups`` in 2.13
+    and later.
     """
 
     def __init__(self, shards: Iterable[Tensor]) -> None:
@@ -343,7 +366,8 @@ class FSDP2Weights:
 
         self._unsharded = module.ShardedState.UNSHARDED
         shard_set = set(shards)
-        for reference in list(getattr(states, "data", states).values()):  # other threads may add modules; this list is atomic
+        # other threads may add modules; this list is atomic
+        for reference in list(getattr(states, "data", states).values()):
             state: Any = reference() if isinstance(reference, weakref.ref) else reference
             fsdp_groups = getattr(state, "_fsdp_param_groups", None)
             if fsdp_groups is None:
@@ -366,11 +390,14 @@ class FSDP2Weights:
         ]
 
 
-# ------------------------------------------------------------------------------------------------- compilers, modes, kernels
+# ------------------------------------------------------------------------------------------------- compilers, modes,
+# kernels
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Disables dispatch modes, such as selective activation checkpointing, inside the ``with``. Nothing public does it."""
+    """Disables dispatch modes, such as selective activation checkpointing, inside the ``with``. Nothing public does
+    it.
+    """
     from torch.utils._python_dispatch import _disable_current_modes
 
     modes: AbstractContextManager[Any] = _disable_current_modes()
@@ -381,8 +408,8 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     """A range of that name in profiles, cheap where nothing is profiled.
 
     ``record_function`` takes 10 to 18 µs even then, and a step has three ranges per batch. torch's compiler has another
-    range that takes less than 1 µs, but profiles show it as an operation, not as an annotation that is also drawn beside the
-    kernels of a GPU.
+    range that takes less than 1 µs, but profiles show it as an operation, not as an annotation that is also drawn
+    beside the kernels of a GPU.
     """
     private: Any = torch._C
     if private._autograd._profiler_enabled():
@@ -397,10 +424,11 @@ def has_compiled() -> bool:
 
 
 def never_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: torch.compile does not trace the function or what it calls. A compiled caller calls it between its graphs.
+    """Decorator: torch.compile does not trace the function or what it calls. A compiled caller calls it between its
+    graphs.
 
-    ``torch.compiler.disable`` loads all of torch.compile, so it is applied at the first call after that was loaded. The disabled
-    function is called by an ordinary one, since ``torch.compile(disabled)`` unwraps and traces it.
+    ``torch.compiler.disable`` loads all of torch.compile, so it is applied at the first call after that was loaded. The
+    disabled function is called by an ordinary one, since ``torch.compile(disabled)`` unwraps and traces it.
     """
     disabled: list[Callable[_P, _R]] = []
 
@@ -429,10 +457,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def module_behind(parameters: Any) -> nn.Module | None:
-    """The module all of whose parameters this is: a module, or what torch's own ``parameters()`` returned, not yet read from.
+    """The module all of whose parameters this is: a module, or what torch's own ``parameters()`` returned, not yet read
+    from.
 
-    None for anything else, such as a ``parameters()`` that a class defines itself, which may leave some out. torch's is a
-    generator function with the arguments ``self`` and ``recurse``.
+    None for anything else, such as a ``parameters()`` that a class defines itself, which may leave some out. torch's is
+    a generator function with the arguments ``self`` and ``recurse``.
     """
     if isinstance(parameters, nn.Module):
         return parameters
@@ -446,7 +475,8 @@ def module_behind(parameters: Any) -> nn.Module | None:
 
 
 def traced_class(module: nn.Module) -> str | None:
-    """The qualified name of the class that a module of ``torch.export.unflatten`` was traced from; None for other modules.
+    """The qualified name of the class that a module of ``torch.export.unflatten`` was traced from; None for other
+    modules.
 
     Pipelining makes such modules. Where a version does not tell, they still have their graphs.
     """

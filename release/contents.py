@@ -1,7 +1,7 @@
 """Compares what a wheel and an sdist contain with the repository: ``python release/contents.py dist``.
 
-The wheel must hold every file of ``meshmuon/`` and its metadata, and nothing else. The sdist must hold the same package, what
-builds it, and neither tests, benchmarks nor examples. Exit code 1 if not.
+The wheel must hold every file of ``meshmuon/`` and its metadata, and nothing else. The sdist must hold the same
+package, what builds it, and neither tests, benchmarks nor examples. Exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def package_files() -> set[str]:
     """Files of ``meshmuon/`` relative to the repository, without what Python and editors leave there."""
     paths = (path for path in (ROOT / "meshmuon").rglob("*") if path.is_file())
     return {
-        path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts and not path.name.startswith(".")
+        path.relative_to(ROOT).as_posix()
+        for path in paths
+        if "__pycache__" not in path.parts and not path.name.startswith(".")
     }
 
 
@@ -55,7 +57,9 @@ def sdist_problems(sdist: Path) -> list[str]:
 def main(folder: Path) -> int:
     """Prints what is wrong with the one wheel and the one sdist in a folder. Returns the exit code."""
     wheels, sdists = sorted(folder.glob("*.whl")), sorted(folder.glob("*.tar.gz"))
-    found = [] if (len(wheels), len(sdists)) == (1, 1) else [f"{folder} has {len(wheels)} wheels and {len(sdists)} sdists"]
+    found = (
+        [] if (len(wheels), len(sdists)) == (1, 1) else [f"{folder} has {len(wheels)} wheels and {len(sdists)} sdists"]
+    )
     found += [problem for wheel in wheels for problem in wheel_problems(wheel)]
     found += [problem for sdist in sdists for problem in sdist_problems(sdist)]
     print("\n".join(found) or f"{folder}: {len(package_files())} files of the package in both, nothing foreign")

@@ -1,4 +1,5 @@
-"""Tries an installed meshmuon in an environment that has torch and nothing else; ``make package`` runs it outside the clone.
+"""Tries an installed meshmuon in an environment that has torch and nothing else; ``make package`` runs it outside the
+clone.
 
 Every module is imported, which shows that torch is the only dependency.
 """
@@ -86,4 +87,7 @@ if __name__ == "__main__":
     modules = check_imports()
     check_step()
     check_commands()
-    print(f"meshmuon {meshmuon.__version__} with torch {torch.__version__}: {modules} modules, one step and the commands work")
+    print(
+        f"meshmuon {meshmuon.__version__} with torch {torch.__version__}: {modules} modules, one step and the "
+        "commands work"
+    )

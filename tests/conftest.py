@@ -9,7 +9,8 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 
-# Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU. No test needs AMX.
+# Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU. No test needs
+# AMX.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX10_1_512")
 
 import pytest
@@ -19,7 +20,9 @@ from hypothesis import HealthCheck, settings
 from tests.support.reference import newton_schulz
 
 # Machines are busy: a slow example is no failure, the timeout of each test is.
-settings.register_profile("meshmuon", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ)
+settings.register_profile(
+    "meshmuon", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+)
 settings.load_profile("meshmuon")
 
 

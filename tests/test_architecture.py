@@ -85,7 +85,8 @@ def imported_rooms(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def private_imports(path: Path) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of everything private that a module takes from another room, also as an attribute of a module.
+    """(dotted name, line) of everything private that a module takes from another room, also as an attribute of a
+    module.
 
     ``from ..plan import owners`` and then ``owners._heaviest`` counts as an import of ``_heaviest``.
     """
@@ -130,7 +131,10 @@ FRONT_DOORS = [PACKAGE / room / "__init__.py" for room in ("execute", "layout", 
 
 def taken_from(room: str) -> set[str]:
     """The names that some file imports from a room itself, rather than from one of its modules."""
-    paths = [*MODULES, *(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))]
+    paths = [
+        *MODULES,
+        *(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")),
+    ]
     imports = re.compile(rf"from (?:\.+|meshmuon\.){room} import (\([^)]*\)|.*)")
     return {name for path in paths for names in imports.findall(path.read_text()) for name in re.findall(r"\w+", names)}
 
@@ -149,8 +153,14 @@ def imports_inside(folder: Path) -> dict[str, set[str]]:
     """Module → the modules of the same room that it imports, also inside functions and for type checking only."""
     imports: dict[str, set[str]] = {}
     for path in sorted(folder.glob("*.py")):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level == 1]
-        named = {name for node in nodes for name in ([node.module] if node.module else [alias.name for alias in node.names])}
+        nodes = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.level == 1
+        ]
+        named = {
+            name for node in nodes for name in ([node.module] if node.module else [alias.name for alias in node.names])
+        }
         imports[path.stem] = {name for name in named if (folder / f"{name}.py").exists()}
     return imports
 
@@ -184,7 +194,9 @@ def test_private_names_stay_in_their_room(path: Path) -> None:
     assert not private, f"{path.relative_to(PACKAGE)} uses what belongs to other rooms alone: {private}"
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if room_of(p) in PURE], ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if room_of(p) in PURE], ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_pure_rooms_know_no_tensors(path: Path) -> None:
     imports = {
         (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
@@ -195,12 +207,23 @@ def test_pure_rooms_know_no_tensors(path: Path) -> None:
     assert not any(name.split(".")[0] == "torch" for name in imports)
 
 
-PRIVATE = {"_layout", "_local_tensor", "_mesh_resources", "_orig_mod", "_rank_map", "_spec", "_unsharded_param", "pg_names"}
+PRIVATE = {
+    "_layout",
+    "_local_tensor",
+    "_mesh_resources",
+    "_orig_mod",
+    "_rank_map",
+    "_spec",
+    "_unsharded_param",
+    "pg_names",
+}
 PUBLIC = re.compile(r"__\w+__|_foreach_(?!utils)\w+")  # torch documents the latter in spite of the underscore
 
 
 def private_names_of_torch(source: str) -> Iterator[tuple[str, int]]:
-    """(name, line) of everything that belongs to torch alone: private modules, functions and attributes, also as strings."""
+    """(name, line) of everything that belongs to torch alone: private modules, functions and attributes, also as
+    strings.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             module = (getattr(node, "module", None) or "") if not getattr(node, "level", 0) else ""
@@ -232,7 +255,8 @@ def test_private_parts_of_torch_are_in_one_module(path: Path) -> None:
 def test_private_names_are_seen() -> None:
     """The check itself can fail."""
     source = (
-        "import torch.utils._pytree\nfrom torch.utils._foreach_utils import x\nfrom torch.distributed.tensor import _y\n"
+        "import torch.utils._pytree\nfrom torch.utils._foreach_utils import x\nfrom torch.distributed.tensor import "
+        "_y\n"
         'a = torch._C.z\nb = p._local_tensor\nc = attrgetter("_spec")\nd = dist.distributed_c10d._world\n'
         "e = torch._foreach_add_\nf = self._own\n"
     )
@@ -263,7 +287,9 @@ def test_an_upward_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_private_name_of_another_room_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check itself can fail: names, modules and attributes of modules; not the room's own, and no ``__version__``."""
+    """The check itself can fail: names, modules and attributes of modules; not the room's own, and no
+    ``__version__``.
+    """
     monkeypatch.setattr(f"{__name__}.PACKAGE", tmp_path)
     (tmp_path / "optim").mkdir()
     module = tmp_path / "optim" / "bad.py"

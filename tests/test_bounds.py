@@ -45,7 +45,9 @@ def test_the_simulation_without_rounding_is_the_polynomial(name: str, form: str)
 def test_bounds_follow_the_unit_and_see_mistakes() -> None:
     x, scheme = gaussian(24, 40), polar_express()
     for form in ("standard", "gram"):
-        wide, narrow = (orthogonalize_error(x, scheme, form=form, dtype=dtype) for dtype in (torch.float32, torch.float64))
+        wide, narrow = (
+            orthogonalize_error(x, scheme, form=form, dtype=dtype) for dtype in (torch.float32, torch.float64)
+        )
         # Errors so small are proportional to the unit; the simulation itself is rounded in float64.
         assert 0.5 < wide / (2.0**29 * narrow) < 2
         a, b, c = scheme.steps[1]
@@ -61,7 +63,10 @@ def test_sums_products_and_norms() -> None:
     assert sum_error(1, torch.float64) == pytest.approx(2.0**-53)
     for order in (0.5, 1.0, 2.0, 3.5):
         exact = torch.linalg.vector_norm(a.double(), order)
-        assert abs(torch.linalg.vector_norm(a, order).double() - exact) <= norm_error(a.numel(), torch.float32, order) * exact
+        assert (
+            abs(torch.linalg.vector_norm(a, order).double() - exact)
+            <= norm_error(a.numel(), torch.float32, order) * exact
+        )
     assert norm_error(a.numel(), torch.float32, float("inf")) == 0
 
 

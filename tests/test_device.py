@@ -1,7 +1,8 @@
 """Recording and replaying work, streams of it, and copies to host memory.
 
-No GPU is used here: what needs one runs on the stand-in for ``torch.cuda`` of ``tests/support/happens_before``, which reports
-accesses that nothing orders. ``tests/happens_before/test_removals.py`` shows that each wait, mark and note of use is needed.
+No GPU is used here: what needs one runs on the stand-in for ``torch.cuda`` of ``tests/support/happens_before``, which
+reports accesses that nothing orders. ``tests/happens_before/test_removals.py`` shows that each wait, mark and note of
+use is needed.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def test_a_batch_that_cannot_be_recorded_runs_without_a_graph(cuda: Recorder) ->
     user = torch.cuda.Stream()
     user.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(user):
-        with pytest.warns(KernelWarning, match="without one, with the same results .RuntimeError: operation not perm") as caught:
+        with pytest.warns(
+            KernelWarning, match="without one, with the same results .RuntimeError: operation not perm"
+        ) as caught:
             replays[0]()
         for _ in range(3):  # a warning would be an error here
             replays[1]()
@@ -182,13 +185,16 @@ def test_errors_beside_are_errors(cuda: Recorder) -> None:
 
 
 def test_a_wave_on_a_stream_of_the_user(cuda: Recorder) -> None:
-    """Fill beside, compute in the main stream, apply beside, join at the end; what is used beside may be freed at once."""
+    """Fill beside, compute in the main stream, apply beside, join at the end; what is used beside may be freed at
+    once.
+    """
     user = torch.cuda.Stream()
     user.wait_stream(torch.cuda.current_stream())
     streams = CudaStreams(DEVICE)
     with torch.cuda.stream(user):
         weight, gradient = torch.ones(4, device=DEVICE), torch.ones(4, device=DEVICE)
-        with streams.on_side_stream(streams.main_mark(), [weight, gradient, torch.ones(4)]):  # the last one is in host memory
+        # the last one is in host memory
+        with streams.on_side_stream(streams.main_mark(), [weight, gradient, torch.ones(4)]):
             filled = gradient + 1
         del gradient
         torch.empty(4, device=DEVICE).fill_(7)  # perhaps in the memory of the gradient
@@ -211,7 +217,9 @@ def test_twins_follow_the_device_and_have_one_interface(choose: Any, twins: tupl
     names = [name for name, value in vars(twins[0]).items() if inspect.isfunction(value) and not name.startswith("_")]
     assert names
     for name in names:
-        assert inspect.signature(vars(twins[1])[name]).parameters == inspect.signature(vars(twins[0])[name]).parameters, name
+        assert (
+            inspect.signature(vars(twins[1])[name]).parameters == inspect.signature(vars(twins[0])[name]).parameters
+        ), name
 
 
 def test_direct_transfers_really_copy() -> None:
@@ -324,7 +332,12 @@ def test_what_torch_tells_about_devices(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_kind_of_device_may_tell_less(monkeypatch: pytest.MonkeyPatch) -> None:
     found, device = hardware(monkeypatch), torch.device("cuda", 1)
     found.use(device)
-    assert (found.name(device), found.details(device), found.peers(), found.runs_now(device)) == ("cuda:1", "", None, True)
+    assert (found.name(device), found.details(device), found.peers(), found.runs_now(device)) == (
+        "cuda:1",
+        "",
+        None,
+        True,
+    )
 
 
 def test_the_cpu_is_a_device() -> None:
@@ -337,6 +350,8 @@ def test_the_cpu_is_a_device() -> None:
     assert "per rank" in found.details(cpu)
 
 
-@pytest.mark.parametrize(("gigabytes", "exponent"), [(None, 26), (1, 26), (24, 27), (80, 29), (85, 29), (192, 30), (10**4, 30)])
+@pytest.mark.parametrize(
+    ("gigabytes", "exponent"), [(None, 26), (1, 26), (24, 27), (80, 29), (85, 29), (192, 30), (10**4, 30)]
+)
 def test_the_memory_budget_follows_the_memory_of_a_gpu(gigabytes: int | None, exponent: int) -> None:
     assert memory_budget_for(None if gigabytes is None else gigabytes * 10**9) == 2**exponent

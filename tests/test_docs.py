@@ -1,4 +1,6 @@
-"""Pages that name code or quote its messages cannot go stale: each name and each message is looked up in the package."""
+"""Pages that name code or quote its messages cannot go stale: each name and each message is looked up in the
+package.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def missing_names(texts: list[str]) -> list[str]:
 
 
 def test_architecture_names_what_exists() -> None:
-    texts = [text for cells in table_cells(DOCS / "architecture.md") for text in re.findall(r"`([^`]+)`", " ".join(cells))]
+    texts = [
+        text for cells in table_cells(DOCS / "architecture.md") for text in re.findall(r"`([^`]+)`", " ".join(cells))
+    ]
     assert len(texts) > 100
     assert not missing_names(texts)
 
@@ -90,8 +94,12 @@ def test_the_walk_of_one_gradient_stays_short() -> None:
 
 def test_the_drawing_of_the_rooms_shows_imports() -> None:
     arrows = re.findall(r"^ +(\w[\w& ]*) --> (\w[\w& ]*)$", (DOCS / "architecture.md").read_text(), flags=re.MULTILINE)
-    drawn = {(source, target) for left, right in arrows for source in left.split(" & ") for target in right.split(" & ")}
-    imports = {(room_of(path).split("/")[-1], room.split("/")[-1]) for path in MODULES for room, _ in imported_rooms(path)}
+    drawn = {
+        (source, target) for left, right in arrows for source in left.split(" & ") for target in right.split(" & ")
+    }
+    imports = {
+        (room_of(path).split("/")[-1], room.split("/")[-1]) for path in MODULES for room, _ in imported_rooms(path)
+    }
     imports |= {(source, "base") for source, target in imports if target in ("device", "torch_compat", "errors")}
     assert len(drawn) > 20
     assert not drawn - imports
@@ -103,7 +111,9 @@ def test_a_name_that_is_gone_is_seen() -> None:
 
 
 def test_the_annotated_plan_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    match = re.search(r"```python\n(.*?)```\n+```text\n(.*?)```", (DOCS / "architecture.md").read_text(), flags=re.DOTALL)
+    match = re.search(
+        r"```python\n(.*?)```\n+```text\n(.*?)```", (DOCS / "architecture.md").read_text(), flags=re.DOTALL
+    )
     assert match
     exec(compile(match[1], "architecture.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out == match[2]
@@ -134,7 +144,8 @@ def is_said(phrase: str) -> bool:
 
 def quoted_phrases() -> list[str]:
     first = [re.findall(r"`([^`]+)`", cells[0]) for cells in table_cells(DOCS / "errors.md")]
-    return [text for texts in first for text in texts if text not in meshmuon.__all__]  # the first table lists the classes
+    # the first table lists the classes
+    return [text for texts in first for text in texts if text not in meshmuon.__all__]
 
 
 ERROR_PHRASES = quoted_phrases()

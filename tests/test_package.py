@@ -1,4 +1,6 @@
-"""The metadata, and the comparison of built files with the repository. ``make package`` builds and tries the wheel itself."""
+"""The metadata, and the comparison of built files with the repository. ``make package`` builds and tries the wheel
+itself.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def test_whole_packages_pass(contents: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "foreign"), [("meshmuon/py.typed", None), ("meshmuon/optim/muon.py", None), (None, "tests/test_bounds.py")]
+    ("missing", "foreign"),
+    [("meshmuon/py.typed", None), ("meshmuon/optim/muon.py", None), (None, "tests/test_bounds.py")],
 )
 def test_missing_and_foreign_files_are_seen(
     contents: ModuleType, tmp_path: Path, missing: str | None, foreign: str | None

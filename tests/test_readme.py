@@ -24,10 +24,14 @@ def python_blocks(page: Path) -> list[str]:
 EXAMPLES = [(page, k, block) for page in PAGES for k, block in enumerate(python_blocks(page))]
 
 
-@pytest.mark.parametrize(("page", "block"), [pytest.param(page, block, id=f"{page.name}-{k}") for page, k, block in EXAMPLES])
+@pytest.mark.parametrize(
+    ("page", "block"), [pytest.param(page, block, id=f"{page.name}-{k}") for page, k, block in EXAMPLES]
+)
 def test_example_runs(page: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    needed = set(OPTIONAL.findall(block)) | ({"accelerate", "transformers"} if "meshmuon.integrations.hf" in block else set())
+    needed = set(OPTIONAL.findall(block)) | (
+        {"accelerate", "transformers"} if "meshmuon.integrations.hf" in block else set()
+    )
     for package in sorted(needed):
         need(package)
     wandb = StandIn()
@@ -63,7 +67,9 @@ def test_people_find_the_words_that_they_type() -> None:
     """The site's search ranks headings first."""
     headings = " ".join(re.findall(r"^## (.+)$", (ROOT / "docs" / "faq.md").read_text(), flags=re.MULTILINE))
     assert not [
-        word for word in ("Install", "(lr)", "Learning rate", "OOM", "Out of memory", "NaN", "hangs") if word not in headings
+        word
+        for word in ("Install", "(lr)", "Learning rate", "OOM", "Out of memory", "NaN", "hangs")
+        if word not in headings
     ]
 
 

@@ -1,4 +1,6 @@
-"""Every operation of a step that rounds, and that neither address nor place nor company nor threads change a bit of it."""
+"""Every operation of a step that rounds, and that neither address nor place nor company nor threads change a bit of
+it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ EXACT = COPIED | {"abs", "amax", "amin", "aminmax", "clamp", "max", "maximum", "
 ONCE = {"add", "div", "mul", "pow", "reciprocal", "sqrt", "sub", "to_copy"}
 BY_TRIAL = {"add", "fused_adamw"}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-FACTORS = {"linalg_cholesky_ex", "linalg_solve_triangular"}  # of aligned 32 × 32 blocks; see tests/ortho/test_rational.py
+# of aligned 32 × 32 blocks; see tests/ortho/test_rational.py
+FACTORS = {"linalg_cholesky_ex", "linalg_solve_triangular"}
 REDUCTIONS = {"sum", "linalg_vector_norm"}
 
 
@@ -83,7 +86,10 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def optimizer_with(options: dict[str, Any], dtype: torch.dtype) -> tuple[Muon, list[Any]]:
-    matrices, others = make_params((8, 12), (12, 8), (3, 9, 9), (400, 400), dtype=dtype), make_params((5,), (3, 4), dtype=dtype)
+    matrices, others = (
+        make_params((8, 12), (12, 8), (3, 9, 9), (400, 400), dtype=dtype),
+        make_params((5,), (3, 4), dtype=dtype),
+    )
     groups = [group(matrices, prefix="experts"), group(others, use_muon=False)]
     return engine_muon(groups, **{"lr": 0.01, "expert_keys": ["experts"], **options}), [*matrices, *others]
 
@@ -159,7 +165,9 @@ def test_operations_that_round_once(name: str, dtype: torch.dtype, threads: None
 
 
 @pytest.mark.parametrize("hostile", [False, True])
-@pytest.mark.parametrize("dtypes", [(p, g, m) for p in FLOATS for g in (p, torch.float32) for m in (p, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(p, g, m) for p in FLOATS for g in (p, torch.float32) for m in (p, torch.float32)], ids=str
+)
 def test_momentum_look_ahead_and_update(dtypes: tuple[torch.dtype, ...], hostile: bool, threads: None) -> None:
     """The three elementwise parts of a step on a whole tensor and on pieces of it."""
     total = 40_009
@@ -215,7 +223,9 @@ def test_every_matrix_begins_at_a_multiple_of_64_bytes(shape: tuple[int, int, in
         workspace.take_matrices("x", shape, dtype, torch.device("cpu")),
     ):
         assert batch.shape == shape
-        assert [matrix.data_ptr() % ALIGNMENT for matrix in batch if matrix.numel()] == [0] * (shape[0] if batch.numel() else 0)
+        assert [matrix.data_ptr() % ALIGNMENT for matrix in batch if matrix.numel()] == [0] * (
+            shape[0] if batch.numel() else 0
+        )
         assert all(matrix.is_contiguous() for matrix in batch)
         assert batch.numel() == 0 or is_aligned(batch)
         assert pitch(*shape[1:], dtype) * dtype.itemsize - shape[1] * shape[2] * dtype.itemsize < ALIGNMENT

@@ -49,10 +49,15 @@ def test_every_public_name_has_a_docstring_and_a_place_in_the_reference(tools: d
     assert {"meshmuon.Muon", "meshmuon.checkpoint.verify", "meshmuon.integrations.torchtitan.muon"} <= set(shown)
 
 
-def test_a_missing_docstring_is_seen(tools: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_docstring_is_seen(
+    tools: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = tmp_path / "meshmuon" / "hf.py"
     module.parent.mkdir()
-    source = "class A:\n  'Text.'\n  def bare(self): ...\n  def told(self): 'Text.'\n  def _own(self): ...\ndef bare(): ...\n"
+    source = (
+        "class A:\n  'Text.'\n  def bare(self): ...\n  def told(self): 'Text.'\n  def _own(self): ...\ndef bare(): "
+        "...\n"
+    )
     module.write_text(source)
     names = tools["public_names"]
     monkeypatch.setattr(names, "ADAPTERS", [module])
@@ -71,12 +76,17 @@ PAGE = """<html><head><link rel="stylesheet" href="a.css"><style>b {{ background
         ('<a href="sub/b.html#gone">x</a>', "a.html: sub/b.html#gone leads to no anchor"),
         ('<a href="#gone">x</a>', "a.html: #gone leads to no anchor"),
         ('<img src="gone.png">', "a.html: gone.png leads to no file"),
-        ('<script src="https://cdn.example/x.js"></script>', "a.html: fetches https://cdn.example/x.js from another host"),
+        (
+            '<script src="https://cdn.example/x.js"></script>',
+            "a.html: fetches https://cdn.example/x.js from another host",
+        ),
         ('<img src="//cdn.example/x.png">', "a.html: fetches //cdn.example/x.png from another host"),
         ('<p style="background: url(https://x.example/y)">', "a.html: fetches https://x.example/y from another host"),
     ],
 )
-def test_links_of_a_built_site_are_followed(tools: dict[str, ModuleType], tmp_path: Path, more: str, problem: str | None) -> None:
+def test_links_of_a_built_site_are_followed(
+    tools: dict[str, ModuleType], tmp_path: Path, more: str, problem: str | None
+) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.html").write_text(PAGE.format(more=more))
     (tmp_path / "sub" / "b.html").write_text('<p id="here"><a href="../a.html">x</a>')
@@ -88,7 +98,9 @@ def test_links_of_a_built_site_are_followed(tools: dict[str, ModuleType], tmp_pa
 def test_a_style_sheet_that_fetches_is_seen(tools: dict[str, ModuleType], tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text("<p>x</p>")
     (tmp_path / "a.css").write_text("@import 'https://fonts.example/f.css';")
-    assert tools["check"].problems(tmp_path.resolve()) == ["a.css: fetches https://fonts.example/f.css from another host"]
+    assert tools["check"].problems(tmp_path.resolve()) == [
+        "a.css: fetches https://fonts.example/f.css from another host"
+    ]
 
 
 def anchors(page: Path) -> set[str]:
@@ -102,7 +114,9 @@ def anchors(page: Path) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize("page", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name
+)
 def test_anchors_of_links_exist(page: Path) -> None:
     broken = []
     for path, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text()):

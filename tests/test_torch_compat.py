@@ -32,7 +32,9 @@ from tests.support.threads import run_threads
 ROOT = Path(__file__).parent.parent
 
 
-def tensors(*, world: int = 4, shape: tuple[int, ...] = (8, 6), grid: tuple[int, ...] = (2, 2), cut: Any = None) -> list[Any]:
+def tensors(
+    *, world: int = 4, shape: tuple[int, ...] = (8, 6), grid: tuple[int, ...] = (2, 2), cut: Any = None
+) -> list[Any]:
     """One DTensor per rank, and whatever ``cut`` makes of it."""
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
 
@@ -62,7 +64,14 @@ def test_this_version_is_in_the_range(recwarn: pytest.WarningsRecorder, monkeypa
 
 @pytest.mark.parametrize(
     ("version", "tested"),
-    [("2.10.0", False), ("2.9.1+cu128", False), ("2.11.0", True), ("2.15.3", True), ("2.16.0.dev2027", False), ("3.0.0", False)],
+    [
+        ("2.10.0", False),
+        ("2.9.1+cu128", False),
+        ("2.11.0", True),
+        ("2.15.3", True),
+        ("2.16.0.dev2027", False),
+        ("3.0.0", False),
+    ],
 )
 def test_outside_of_the_range_the_first_sharded_step_warns_once(
     version: str, tested: bool, monkeypatch: pytest.MonkeyPatch
@@ -116,7 +125,9 @@ print("stepped")
 
 def test_without_distributed() -> None:
     """A torch that was built without torch.distributed: import and steps on one device work."""
-    found = subprocess.run([sys.executable, "-c", WITHOUT_DISTRIBUTED], capture_output=True, text=True, cwd=ROOT, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DISTRIBUTED], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert found.stdout.strip().endswith("stepped"), found.stderr
 
 
@@ -175,7 +186,9 @@ def test_zeros_are_laid_out_as_torch_lays_them_out(dtype: torch.dtype | None) ->
                 ours, theirs = made.to_local(), expected.to_local()
                 assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
                 assert torch.equal(ours, theirs)
-                assert torch_compat.spec_of(given).tensor_meta.dtype == torch.float32, "the parameter's own spec is left alone"
+                assert torch_compat.spec_of(given).tensor_meta.dtype == torch.float32, (
+                    "the parameter's own spec is left alone"
+                )
 
     tensors(cut=make)
     plain = nn.Parameter(torch.ones(3, 4).t())
@@ -197,7 +210,9 @@ class Operations(TorchDispatchMode):
 
 
 def test_steps_ask_dtensor_nothing() -> None:
-    """For each new shape torch works out how an operation's result is laid out; in 2.15 that takes seconds on large meshes."""
+    """For each new shape torch works out how an operation's result is laid out; in 2.15 that takes seconds on large
+    meshes.
+    """
 
     def step(weight: DTensor, rank: int) -> list[str]:
         mesh = weight.device_mesh
@@ -208,7 +223,9 @@ def test_steps_ask_dtensor_nothing() -> None:
         seen = Operations(DTensor)
         for _ in range(2):
             for param in params[: 3 if rank == 0 else 2]:  # where other ranks have a gradient, zeros stand for it
-                param.grad = DTensor.from_local(torch.ones_like(param.to_local()), mesh, param.placements, run_check=False)
+                param.grad = DTensor.from_local(
+                    torch.ones_like(param.to_local()), mesh, param.placements, run_check=False
+                )
             with seen:
                 optimizer.step()
         with seen:
@@ -258,13 +275,17 @@ def test_cuts_in_another_order_are_refused() -> None:
         turned = in_another_order(tensor)
         assert torch_compat.cut_in_mesh_order(tensor)
         assert not torch_compat.cut_in_mesh_order(turned)
-        strided = distribute_tensor(tensor.full_tensor(), tensor.device_mesh, [_StridedShard(0, split_factor=2), Shard(0)])
+        strided = distribute_tensor(
+            tensor.full_tensor(), tensor.device_mesh, [_StridedShard(0, split_factor=2), Shard(0)]
+        )
         assert torch_compat.cut_in_mesh_order(strided)
         assert torch_compat.same_layout(strided, strided.clone())
         assert not any(torch_compat.same_layout(tensor, other) for other in (turned, strided))
         assert not same_placement(tensor, turned)
         assert not torch.equal(turned.to_local(), tensor.to_local()) or rank in (0, 3)
-        with pytest.raises(UnsupportedError, match=r"w has placements .*another order.*distribute_tensor\(p\.full_tensor"):
+        with pytest.raises(
+            UnsupportedError, match=r"w has placements .*another order.*distribute_tensor\(p\.full_tensor"
+        ):
             check_placement("w", turned)
         with pytest.raises(GradientError, match="laid out differently"):
             check_gradient_placement("w", tensor, turned)
@@ -392,7 +413,9 @@ def test_backends_and_the_devices_that_they_serve() -> None:
 
 
 def test_members_that_have_seen_different_numbers_of_groups_meet() -> None:
-    """torch's own name for a group made by its members alone holds that number. Nothing of torch is replaced to name a group."""
+    """torch's own name for a group made by its members alone holds that number. Nothing of torch is replaced to
+    name a group.
+    """
     before = {name: value for name, value in vars(c10d).items() if callable(value) and "world" not in name}
 
     def main(rank: int) -> str:
@@ -546,7 +569,11 @@ def test_what_is_never_traced() -> None:
         assert not torch.compiler.is_compiling()
         return value * 2 if bool(value.sum() > 0) else value  # two graphs if it were traced
 
-    for run in (doubled, torch.compile(doubled, backend=graphs), torch.compile(lambda value: doubled(value), backend=graphs)):
+    for run in (
+        doubled,
+        torch.compile(doubled, backend=graphs),
+        torch.compile(lambda value: doubled(value), backend=graphs),
+    ):
         assert torch.equal(run(torch.ones(3)), torch.full((3,), 2.0))
     assert graphs.frame_count == 0
     assert doubled.__name__ == "doubled"
@@ -568,7 +595,8 @@ def test_batched_kernels() -> None:
     assert torch_compat.device_has_foreach(there)
     assert isinstance(torch_compat.foreach_is_faster([torch.ones(1)], here), bool)
     names = ("add_", "copy_", "div_", "mul_", "norm", "sub_")
-    assert all(callable(getattr(torch, f"_foreach_{name}")) for name in names)  # documented by torch; used where they are needed
+    # documented by torch; used where they are needed
+    assert all(callable(getattr(torch, f"_foreach_{name}")) for name in names)
     values = [torch.ones(2), torch.ones(3)]
     torch._foreach_copy_(values, [torch.zeros(2), torch.full((3,), 2.0)])
     torch._foreach_add_(values, values, alpha=2.0)
@@ -608,7 +636,8 @@ def test_batched_products_of_half_precision_may_be_full_precision() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3), (5, 5)])
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [("original", None), *((rule, rule) for rule in ("original", "match_rms_adamw", "spectral_unclamped"))]
+    ("ours", "theirs"),
+    [("original", None), *((rule, rule) for rule in ("original", "match_rms_adamw", "spectral_unclamped"))],
 )
 def test_learning_rate_rules_are_those_of_torch(ours: str, theirs: str | None, shape: tuple[int, int]) -> None:
     from torch.optim._muon import _adjust_lr
@@ -627,7 +656,8 @@ def test_fake_tensors_are_entered_in_threads_one_after_another() -> None:
         "from meshmuon.torch_compat import settle_fake_tensors\n"
         "settle_fake_tensors()\n"
         "def enter():\n"
-        "    with FakeTensorMode(): pass\n"  # a thread that ends inside of it aborts now and then, whatever was done before
+        # a thread that ends inside of it aborts now and then, whatever was done before
+        "    with FakeTensorMode(): pass\n"
         "for _ in range(5):\n"
         "    thread = threading.Thread(target=enter)\n"
         "    thread.start()\n"
@@ -646,7 +676,11 @@ def test_the_first_to_tell_is_heard_by_all(kind: str, tmp_path: Path, monkeypatc
     }
     store = stores[kind]()
     monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
-    assert [torch_compat.first_told(key, text) for key, text in (("a", "1 é"), ("a", "2"), ("b", "3"))] == ["1 é", "1 é", "3"]
+    assert [torch_compat.first_told(key, text) for key, text in (("a", "1 é"), ("a", "2"), ("b", "3"))] == [
+        "1 é",
+        "1 é",
+        "3",
+    ]
 
 
 def test_without_a_store_a_rank_hears_itself(monkeypatch: pytest.MonkeyPatch) -> None:

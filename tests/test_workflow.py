@@ -1,4 +1,6 @@
-"""What the workflow file calls exists, is pinned, and covers the supported versions. Read as text: no YAML parser is needed."""
+"""What the workflow file calls exists, is pinned, and covers the supported versions. Read as text: no YAML parser
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_actions_are_pinned_to_commits() -> None:
     for action, note in uses:
         assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action), action
         assert re.fullmatch(r" # v\d+\.\d+\.\d+", note), f"{action} does not say its version"
-    assert len({action for action, _ in uses}) == len({action.split("@")[0] for action, _ in uses}), "one action at two versions"
+    assert len({action for action, _ in uses}) == len({action.split("@")[0] for action, _ in uses}), (
+        "one action at two versions"
+    )
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.split(":")[0])

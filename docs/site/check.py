@@ -21,7 +21,16 @@ from urllib.parse import unquote, urlsplit
 import public_names
 
 _IN_CSS = re.compile(r"""url\(\s*['"]?([^'")]+)|@import\s+['"]([^'"]+)""")
-_FETCHED_LINKS = {"stylesheet", "preload", "modulepreload", "prefetch", "icon", "preconnect", "dns-prefetch", "manifest"}
+_FETCHED_LINKS = {
+    "stylesheet",
+    "preload",
+    "modulepreload",
+    "prefetch",
+    "icon",
+    "preconnect",
+    "dns-prefetch",
+    "manifest",
+}
 
 
 @dataclass
@@ -50,7 +59,9 @@ class _Reader(HTMLParser):
         if tag == "a":
             self.page.links += [values["href"]] if "href" in values else []
         elif tag != "link":
-            self.page.fetched += [values[name] for name in ("src", "poster", "data", "href", "xlink:href") if values.get(name)]
+            self.page.fetched += [
+                values[name] for name in ("src", "poster", "data", "href", "xlink:href") if values.get(name)
+            ]
         elif _FETCHED_LINKS & set(values.get("rel", "").split()):
             self.page.fetched.append(values.get("href", ""))
         else:
@@ -120,7 +131,11 @@ def main(site: Path) -> int:
     """Prints what is wrong. Returns the exit code."""
     found = problems(site.resolve())
     found += [f"{name} is not in the reference" for name in names_without_anchor(site)]
-    print("\n".join(found) if found else f"{site}: {len(list(site.rglob('*.html')))} pages, all links lead somewhere on the site")
+    print(
+        "\n".join(found)
+        if found
+        else f"{site}: {len(list(site.rglob('*.html')))} pages, all links lead somewhere on the site"
+    )
     return 1 if found else 0
 
 

@@ -1,6 +1,7 @@
 """Sphinx configuration: README.md, CONTRIBUTING.md, CHANGELOG.md and docs/ as a site. ``make docs`` builds it.
 
-The source folder is the root of the repository, so that links between README.md and docs/ are the same on GitHub and here.
+The source folder is the root of the repository, so that links between README.md and docs/ are the same on GitHub and
+here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,18 @@ version = release = meshmuon.__version__
 
 root_doc = "README"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/api/*.md"]
-exclude_patterns = [".*", "build", "dist", "runs", "venv", "node_modules", "tests", "meshmuon", "*.egg-info", "**/__pycache__"]
+exclude_patterns = [
+    ".*",
+    "build",
+    "dist",
+    "runs",
+    "venv",
+    "node_modules",
+    "tests",
+    "meshmuon",
+    "*.egg-info",
+    "**/__pycache__",
+]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "drawings"]
 
 myst_heading_anchors = 4  # GitHub's anchors

@@ -1,4 +1,5 @@
-"""A Sphinx directive for ```` ```mermaid ```` blocks: drawn while the site is built, one drawing for each colour scheme.
+"""A Sphinx directive for ```` ```mermaid ```` blocks: drawn while the site is built, one drawing for each colour
+scheme.
 
 GitHub draws these blocks itself. The site contains finished SVG, so that readers need neither a script nor the network.
 """

@@ -10,7 +10,9 @@ INDEX = ROOT / "docs" / "README.md"
 
 
 def sections() -> dict[str, list[str]]:
-    """Headings of docs/README.md, each with the pages that its table links in the first column, relative to the repository."""
+    """Headings of docs/README.md, each with the pages that its table links in the first column, relative to the
+    repository.
+    """
     found: dict[str, list[str]] = {}
     heading = ""
     for line in INDEX.read_text(encoding="utf-8").splitlines():

@@ -1,8 +1,8 @@
 """The public names of meshmuon, read from the source: what the reference must show and what must have a docstring.
 
 Public are the classes and functions in ``__all__`` of ``meshmuon``, ``meshmuon.metrics``, ``meshmuon.checkpoint`` and
-``meshmuon.migrate``, and those without a leading underscore of the adapters in ``meshmuon.integrations``. Nothing is imported:
-the adapters need trainers that an environment may lack.
+``meshmuon.migrate``, and those without a leading underscore of the adapters in ``meshmuon.integrations``. Nothing is
+imported: the adapters need trainers that an environment may lack.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ EXPORTING = {
     "meshmuon.checkpoint": PACKAGE / "checkpoint.py",
     "meshmuon.migrate": PACKAGE / "migrate.py",
 }
-ADAPTERS = [path for path in sorted((PACKAGE / "integrations").glob("[!_]*.py")) if path.stem != "factory"]  # which they share
+# which they share
+ADAPTERS = [path for path in sorted((PACKAGE / "integrations").glob("[!_]*.py")) if path.stem != "factory"]
 
 _Definition = ast.ClassDef | ast.FunctionDef
 
@@ -41,7 +42,11 @@ def undocumented() -> list[str]:
     """Public names without a docstring, and their public methods. A setter needs none beside its getter."""
     missing = []
     for name, node in public_names().items():
-        members = [child for child in node.body if isinstance(child, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else []
+        members = (
+            [child for child in node.body if isinstance(child, ast.FunctionDef)]
+            if isinstance(node, ast.ClassDef)
+            else []
+        )
         public = [(f"{name}.{member.name}", member) for member in members if not member.name.startswith("_")]
         documented = {full for full, definition in [(name, node), *public] if ast.get_docstring(definition)}
         missing += [full for full in dict.fromkeys([name, *(full for full, _ in public)]) if full not in documented]

@@ -6,9 +6,9 @@ A run that keeps checkpoints has a folder for them, with
   <contender>/step-000050/  what `torch.distributed.checkpoint` wrote, and result.json: the curve so far
 
 A checkpoint is written under a name that ends in .tmp and gets its own name in one move, by the first process, once
-all processes have written their part: what a killed run leaves half-written is never looked at. The step, the weights and
-the optimizer's state are all there is to save: the order of the data follows from seed and step, and training draws no
-random numbers.
+all processes have written their part: what a killed run leaves half-written is never looked at. The step, the weights
+and the optimizer's state are all there is to save: the order of the data follows from seed and step, and training draws
+no random numbers.
 """
 
 from __future__ import annotations
@@ -110,8 +110,11 @@ class Checkpoints:
             if run.runtime.rank == 0:
                 _complete(unfinished, path, run.result)
         except (OSError, CheckpointException) as error:
-            problem = f"{path}: the checkpoint could not be written ({error}). Make room or name another --checkpoint-dir"
-        # Nobody goes on before the checkpoint has its name: else a step could fail between the two and cost a checkpoint.
+            problem = (
+                f"{path}: the checkpoint could not be written ({error}). Make room or name another --checkpoint-dir"
+            )
+        # Nobody goes on before the checkpoint has its name: else a step could fail between the two and cost a
+        # checkpoint.
         problem = from_first(problem, run.runtime)
         if problem is not None:
             raise CheckpointError(problem)
@@ -248,7 +251,9 @@ def _check(root: Path, options: Options) -> None:
     file = root / OPTIONS_FILE
     if not file.exists():
         if root.exists() and any(path.name != _LOCK for path in root.iterdir()):
-            raise ValueError(f"--checkpoint-dir {root}: there are other things in this folder; name an empty or a new one")
+            raise ValueError(
+                f"--checkpoint-dir {root}: there are other things in this folder; name an empty or a new one"
+            )
         return
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
@@ -266,7 +271,10 @@ def _check(root: Path, options: Options) -> None:
 
 
 def _differences(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    flat = [{f"{part} {key}": value for part in options for key, value in options[part].items()} for options in (before, now)]
+    flat = [
+        {f"{part} {key}": value for part in options for key, value in options[part].items()}
+        for options in (before, now)
+    ]
     return [
         f"{key} was {flat[0].get(key)}, is now {flat[1].get(key)}"
         for key in dict.fromkeys((*flat[0], *flat[1]))
@@ -279,10 +287,14 @@ _LOCK = ".lock"
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Keeps other runs out of a folder of checkpoints. The system lets go of the lock when the process ends, however it ends."""
+    """Keeps other runs out of a folder of checkpoints. The system lets go of the lock when the process ends,
+    however it ends.
+    """
     with (root / _LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"--checkpoint-dir {root}: another run is using it; wait for its end or name another one") from None
+            raise ValueError(
+                f"--checkpoint-dir {root}: another run is using it; wait for its end or name another one"
+            ) from None
         yield

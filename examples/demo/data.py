@@ -95,7 +95,8 @@ class TrainBatches:
         self.windows = (data.numel() - 1) // seq_len - 1
         if self.windows < 1:
             raise ValueError(
-                f"{data.numel()} bytes of training text are too few for windows of {seq_len}: lower --seq-len or give more text"
+                f"{data.numel()} bytes of training text are too few for windows of {seq_len}: lower --seq-len or give "
+                "more text"
             )
         self.data, self.seq_len, self.batch_size, self.seed = data, seq_len, batch_size, seed
         self._pass_cache: tuple[int, Tensor] | None = None

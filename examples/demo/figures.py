@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GREY = "#7a7a7a"  # 4.3 times as bright as Furo's dark page, and white is 4.3 times as bright
-_TEXT = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+_TEXT = (
+    "text.color",
+    "axes.labelcolor",
+    "axes.titlecolor",
+    "axes.edgecolor",
+    "xtick.color",
+    "ytick.color",
+    "grid.color",
+)
 STYLE: dict[Any, Any] = {
     **dict.fromkeys(_TEXT, GREY),
     **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor", "legend.facecolor"), "none"),

@@ -38,7 +38,9 @@ class HealthLog:
             return
         self._seen = metrics["step"]
         kinds = {name: _numbers(values) for name, values in metrics["kinds"].items() if "(adamw)" not in name}
-        self._points.append({"step": step, "kinds": kinds, "seconds": metrics["seconds"], "balance": metrics["balance"]})
+        self._points.append(
+            {"step": step, "kinds": kinds, "seconds": metrics["seconds"], "balance": metrics["balance"]}
+        )
         self._alarms += [f"step {step}: {alarm.text}" for alarm in self._health.check(metrics)]
 
 

@@ -40,7 +40,8 @@ class ModelConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.d_model % self.n_heads:
             raise ValueError(
-                f"d_model {self.d_model} does not divide into {self.n_heads} heads: choose --heads so that it divides --d-model"
+                f"d_model {self.d_model} does not divide into {self.n_heads} heads: choose --heads so that it divides "
+                "--d-model"
             )
         if self.head_dim % 2:
             raise ValueError(f"d_model / heads is {self.head_dim}, but rotary positions turn pairs: it must be even")

@@ -1,4 +1,6 @@
-"""The contenders, built for the same model: meshmuon's Muon, torch's fused AdamW, and meshmuon without and with QK-clip."""
+"""The contenders, built for the same model: meshmuon's Muon, torch's fused AdamW, and meshmuon without and with
+QK-clip.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,8 @@ def wire_options(wire: str | None) -> dict[str, Any]:
 class OptimizerConfig:
     """Hyperparameters of all contenders.
 
-    `adam_part_lr` is the lr of embeddings, head and gains inside meshmuon; None means the same as `lr`. `qk_threshold` is the
-    largest attention logit that QK-clip leaves alone; None where QK-clip is not the subject.
+    `adam_part_lr` is the lr of embeddings, head and gains inside meshmuon; None means the same as `lr`. `qk_threshold`
+    is the largest attention logit that QK-clip leaves alone; None where QK-clip is not the subject.
     """
 
     lr: float

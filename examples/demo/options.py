@@ -82,7 +82,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rope-base", type=number(1), default=10_000.0, help="base of the rotary wavelengths")
     group.add_argument(
-        "--weights", choices=tuple(WEIGHTS), default="float32", help="dtype of the weights; the model computes in float32"
+        "--weights",
+        choices=tuple(WEIGHTS),
+        default="float32",
+        help="dtype of the weights; the model computes in float32",
     )
 
 
@@ -109,9 +112,13 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--eval-windows", type=whole(1), default=64, help="validation sequences")
     group.add_argument("--seed", type=whole(0), default=0, help="seed of the weights and the data order")
     group.add_argument("--data", type=Path, help="folder of .py files (default: Python's standard library)")
-    group.add_argument("--valid-fraction", type=number(0, 1), default=0.1, help="share of the files kept for validation")
+    group.add_argument(
+        "--valid-fraction", type=number(0, 1), default=0.1, help="share of the files kept for validation"
+    )
     group.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
-    group.add_argument("--threads", type=whole(1), help="CPU threads per process (default: the cores divided over the processes)")
+    group.add_argument(
+        "--threads", type=whole(1), help="CPU threads per process (default: the cores divided over the processes)"
+    )
 
 
 def add_process_options(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +143,9 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         help="folder of the checkpoints (default: checkpoints/ in the folder of the run, where an unfinished run with "
         "the same options is looked for first)",
     )
-    group.add_argument("--stop-after", type=whole(1), help="stop as by Ctrl-C once a run has a checkpoint after so many steps")
+    group.add_argument(
+        "--stop-after", type=whole(1), help="stop as by Ctrl-C once a run has a checkpoint after so many steps"
+    )
 
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:
@@ -188,17 +197,26 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adam-part-lr", type=lr, help="peak lr of meshmuon's AdamW part (default: the same as --lr)")
     group.add_argument("--adamw-lr", type=lr, default=ADAMW_LR, help="peak lr of the AdamW baseline")
     group.add_argument("--weight-decay", type=decay, default=0.1, help="weight decay of meshmuon")
-    group.add_argument("--adamw-weight-decay", type=decay, default=ADAMW_WEIGHT_DECAY, help="weight decay of the AdamW baseline")
+    group.add_argument(
+        "--adamw-weight-decay", type=decay, default=ADAMW_WEIGHT_DECAY, help="weight decay of the AdamW baseline"
+    )
     group.add_argument("--momentum", type=number(0, 1, or_equal=True), default=0.95, help="meshmuon's momentum")
     group.add_argument("--ns-steps", type=whole(1), default=5, help="Newton–Schulz steps of meshmuon")
     group.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0], help="how updates are orthogonalised")
     group.add_argument("--rule", choices=RULES, default=RULES[0], help="meshmuon's update rule")
-    group.add_argument("--cautious", action="store_true", help="decay only weights that the update does not push away from zero")
     group.add_argument(
-        "--rounding", choices=ROUNDINGS, default=ROUNDINGS[0], help="how meshmuon rounds --weights bfloat16 after a step"
+        "--cautious", action="store_true", help="decay only weights that the update does not push away from zero"
+    )
+    group.add_argument(
+        "--rounding",
+        choices=ROUNDINGS,
+        default=ROUNDINGS[0],
+        help="how meshmuon rounds --weights bfloat16 after a step",
     )
     add_wire_option(group)
-    group.add_argument("--momentum-dtype", choices=MOMENTUM_DTYPES, help="of meshmuon's momentum (default: that of the weights)")
+    group.add_argument(
+        "--momentum-dtype", choices=MOMENTUM_DTYPES, help="of meshmuon's momentum (default: that of the weights)"
+    )
 
 
 def add_wire_option(group: argparse._ActionsContainer) -> None:

@@ -34,7 +34,9 @@ _MFU = 0.4  # for the prediction of forward and backward; the measured time stan
 
 
 def measured_rates(setting: Setting, runtime: Runtime) -> Calibration | None:
-    """How fast this machine is on the model's matrices while all processes work, as `meshmuon doctor` measures it; CPUs alone."""
+    """How fast this machine is on the model's matrices while all processes work, as `meshmuon doctor` measures it;
+    CPUs alone.
+    """
     if setting.device.type != "cpu":
         return None
     with torch.device("meta"):
@@ -54,7 +56,8 @@ def measured_rates(setting: Setting, runtime: Runtime) -> Calibration | None:
 def write_plan_page(folder: Path, setting: Setting, result: RunResult) -> str | None:
     """Writes `plan.html`. Returns why there is none, or None.
 
-    Where this machine's rates were not measured, the prediction takes those of the preset `cpu`, which are another machine's.
+    Where this machine's rates were not measured, the prediction takes those of the preset `cpu`, which are another
+    machine's.
     """
     if setting.device.type != "cpu":
         return "no preset has the rates of this device: see meshmuon doctor --save and meshmuon plan --calibration"
@@ -67,7 +70,9 @@ def write_plan_page(folder: Path, setting: Setting, result: RunResult) -> str | 
         MeshAxes.parse(f"dp_shard={setting.processes}", None),
         load_machine("cpu") if setting.rates is None else load_machine("cpu").with_calibration(setting.rates),
         MuonOptions(
-            scheme=setting.optimizer.scheme, ns_steps=setting.optimizer.ns_steps, param_dtype=WEIGHTS[setting.model.weights]
+            scheme=setting.optimizer.scheme,
+            ns_steps=setting.optimizer.ns_steps,
+            param_dtype=WEIGHTS[setting.model.weights],
         ),
         Workload(result.tokens_per_step, _MFU),
     )

@@ -101,8 +101,8 @@ def from_first(value: T, runtime: Runtime) -> T:
 def _join(backend: str) -> None:
     """As `init_process_group` does, but sound when torchrun starts the processes again.
 
-    torchrun's store outlives them and still holds the addresses of those before: whoever is quick connects to a process that is
-    no more and waits for half an hour. Under a name for each attempt nothing old is found.
+    torchrun's store outlives them and still holds the addresses of those before: whoever is quick connects to a process
+    that is no more and waits for half an hour. Under a name for each attempt nothing old is found.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if attempt is None:
@@ -124,7 +124,11 @@ def _lost(children: Sequence[multiprocessing.process.BaseProcess]) -> str | None
     for rank, child in enumerate(children, 1):
         child.join(1.0)  # its sockets close a moment before it counts as ended
         if child.exitcode:
-            how = f"was killed by signal {-child.exitcode}" if child.exitcode < 0 else f"ended with exit code {child.exitcode}"
+            how = (
+                f"was killed by signal {-child.exitcode}"
+                if child.exitcode < 0
+                else f"ended with exit code {child.exitcode}"
+            )
             return f"process {rank} of {len(children) + 1} {how}"
     return None
 
@@ -135,7 +139,12 @@ def _start(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
     context = multiprocessing.get_context("spawn")
     ready = context.Semaphore(0)
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -60,8 +60,9 @@ class PlainProgress:
             return
         left = (time.perf_counter() - self._begun) / (done - self._done_before) * (self.steps - done)
         print(
-            f"{self.title:>8}  step {done}/{self.steps}  loss {loss:.3f}  valid {self._valid:.3f}{_shown(logit, '  ')}  "
-            f"{self.tokens_per_step / seconds:,.0f} tokens/s  {1e3 * seconds:.0f} ms/step  ETA {left:.0f} s",
+            f"{self.title:>8}  step {done}/{self.steps}  loss {loss:.3f}  valid "
+            f"{self._valid:.3f}{_shown(logit, '  ')}  {self.tokens_per_step / seconds:,.0f} tokens/s  "
+            f"{1e3 * seconds:.0f} ms/step  ETA {left:.0f} s",
             flush=True,
         )
 

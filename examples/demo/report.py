@@ -46,7 +46,9 @@ class Setting:
 
     @property
     def options(self) -> dict[str, dict[str, Any]]:
-        """What decides the curves: a checkpoint serves only a run with the same. Processes and device do not belong to it."""
+        """What decides the curves: a checkpoint serves only a run with the same. Processes and device do not belong
+        to it.
+        """
         return {
             "model": asdict(self.model),
             "train": asdict(self.train),
@@ -145,8 +147,8 @@ def headline_of(results: Sequence[RunResult], both: Comparison | None) -> str:
     """One sentence that says how it went."""
     if both is None:
         parts = [
-            f"{result.title}: {result.steps_done} steps done, last validation loss {result.evals[-1].loss:.4f} after step "
-            f"{result.evals[-1].step}"
+            f"{result.title}: {result.steps_done} steps done, last validation loss {result.evals[-1].loss:.4f} after "
+            f"step {result.evals[-1].step}"
             for result in results
             if result.evals
         ]
@@ -232,8 +234,8 @@ def markdown(setting: Setting, results: Sequence[RunResult], outcome: Findings, 
     if resumed:
         where = " (dotted lines)" if drawn else ""
         parts.append(
-            f"Resumed from a checkpoint: {', '.join(resumed)}{where}. The curves are whole; the times leave out steps that were "
-            "lost and made again.\n"
+            f"Resumed from a checkpoint: {', '.join(resumed)}{where}. The curves are whole; the times leave out steps "
+            "that were lost and made again.\n"
         )
     if drawn:
         parts.append(f"![{Path(outcome.picture).stem}]({outcome.picture})\n")
@@ -249,7 +251,8 @@ def markdown(setting: Setting, results: Sequence[RunResult], outcome: Findings, 
             parts.append(f"## Routing of the {result.title} run\n\n```text\n{result.routing.rstrip()}\n```\n")
         if result.plan is not None:
             parts.append(
-                f"## Plan of the {result.title} run\n\nWhich process orthogonalises which matrices, and what travels:\n\n"
+                f"## Plan of the {result.title} run\n\nWhich process orthogonalises which matrices, and what "
+                "travels:\n\n"
                 f"```text\n{result.plan.rstrip()}\n```\n"
             )
     return "\n".join(parts)
@@ -319,5 +322,7 @@ def _setting_section(setting: Setting) -> str:
 
 def _against(optimizer: OptimizerConfig, model: ModelConfig) -> dict[str, str]:
     if optimizer.qk_threshold is not None:
-        return {"QK-clip": f"threshold {optimizer.qk_threshold:g}, {model.head_dim} rows per head, in the clipped run only"}
+        return {
+            "QK-clip": f"threshold {optimizer.qk_threshold:g}, {model.head_dim} rows per head, in the clipped run only"
+        }
     return {"AdamW": f"lr {optimizer.adamw_lr:g}, weight decay {optimizer.adamw_weight_decay:g}, fused"}

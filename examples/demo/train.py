@@ -32,7 +32,8 @@ class NonFiniteLossError(RuntimeError):
 class TrainConfig:
     """Length, batch and schedule of a run; the same for every optimizer.
 
-    `microbatches` is the number of equal parts, over all processes, in which a batch is computed; None is one per process.
+    `microbatches` is the number of equal parts, over all processes, in which a batch is computed; None is one per
+    process.
     """
 
     steps: int
@@ -67,8 +68,9 @@ class ResumePoint:
 class RunResult:
     """What one run left behind. Times are in seconds; one entry per step in the lists.
 
-    `largest_logit` is the largest of all layers, heads and sequences in a step's forward, that is, before its update; it is empty
-    in runs that do not watch logits. `health` and `alarms` are what `HealthLog` writes down; empty for AdamW.
+    `largest_logit` is the largest of all layers, heads and sequences in a step's forward, that is, before its update;
+    it is empty in runs that do not watch logits. `health` and `alarms` are what `HealthLog` writes down; empty for
+    AdamW.
     """
 
     name: str
@@ -224,7 +226,9 @@ class Run:
         return nullcontext() if self.logits is None else self.logits.collecting()
 
     def _update(self, step: int) -> None:
-        """The optimizer's step; where logits are watched they are written down, and clipped by if the contender does that."""
+        """The optimizer's step; where logits are watched they are written down, and clipped by if the contender
+        does that.
+        """
         if self.logits is None:
             self.optimizer.step()
             return
@@ -238,7 +242,9 @@ class Run:
         self.result.largest_logit.append(largest)
 
     def _evaluate(self, progress: Progress) -> None:
-        loss = validation_loss(self.model, self.corpus.valid, self.config.batch_size, self.config.eval_windows, self.runtime)
+        loss = validation_loss(
+            self.model, self.corpus.valid, self.config.batch_size, self.config.eval_windows, self.runtime
+        )
         loss = self._finite(loss, f"validation loss after step {self.result.steps_done}")
         point = EvalPoint(self.result.steps_done, self.result.seconds, loss)
         self.result.evals.append(point)

@@ -1,4 +1,6 @@
-"""Plans, parameters and hyperparameters as text that is the same on every rank: ranks compare it, and errors show it."""
+"""Plans, parameters and hyperparameters as text that is the same on every rank: ranks compare it, and errors show
+it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _COMPARED_KEYS = {
 
 
 def owner_assignments(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """For each matrix that ranks share, the parameter's name and its owner and wave: ("wq", "matrix 0 to owner 3 in wave 1")."""
+    """For each matrix that ranks share, the parameter's name and its owner and wave: ("wq", "matrix 0 to owner 3 in
+    wave 1").
+    """
     return tuple(
         (plan.params[task.param].name, f"matrix {task.matrix} to owner {task.owner} in wave {task.wave}")
         for task in plan.tasks
@@ -45,7 +49,9 @@ def recipe_text(record: ParamRecord) -> str:
 
 
 def _stable_text(value: object) -> str:
-    """``repr(value)``, or the name of its class if the class defines no ``__repr__``: the default one shows an address."""
+    """``repr(value)``, or the name of its class if the class defines no ``__repr__``: the default one shows an
+    address.
+    """
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}" if kind.__repr__ is object.__repr__ else repr(value)
 
@@ -71,14 +77,19 @@ def describe_param(record: ParamRecord, layouts: Sequence[Layout], planned: Sequ
     where = f"{'×'.join(map(str, record.shape))} {'; '.join(map(str, layouts))}"
     if not planned:
         return record.name, f"{where}, for AdamW"
-    flops = ", ".join(f"{part.flops} FLOPs" if part.window is None else f"{part.window}: {part.flops} FLOPs" for part in planned)
+    flops = ", ".join(
+        f"{part.flops} FLOPs" if part.window is None else f"{part.window}: {part.flops} FLOPs" for part in planned
+    )
     lane, stack_dims, how = planned[0].lane, planned[0].stack_dims, planned[0].how
     return record.name, f"{where}, exchanged as {lane}, stack dims {stack_dims}, {flops}, computed by [{how}]"
 
 
 def hyperparameters_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """The hyperparameters of each param group. Ranks that have different ones would silently diverge."""
-    return [", ".join(f"{key}={_value_text(group[key])}" for key in _compared_keys(group) if key in group) for group in groups]
+    return [
+        ", ".join(f"{key}={_value_text(group[key])}" for key in _compared_keys(group) if key in group)
+        for group in groups
+    ]
 
 
 def _compared_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,7 +99,8 @@ def _compared_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _value_text(value: Any) -> str:
     if isinstance(value, Tensor):
-        return str(value.tolist()) if known_to_host(value) else "a tensor on a device"  # reading it would wait for the device
+        # reading it would wait for the device
+        return str(value.tolist()) if known_to_host(value) else "a tensor on a device"
     if type(value) is not bool and isinstance(value, Real):
         try:
             return repr(float(value))

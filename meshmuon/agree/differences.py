@@ -29,21 +29,27 @@ _NO_PAIRING, _ALONE = Pairing(), Place(0, 1)
 class Note:
     """One rank's view of a step."""
 
-    failure: tuple[str, str] | None  # class and text of what keeps the rank from stepping; all other fields are empty then
+    # class and text of what keeps the rank from stepping; all other fields are empty then
+    failure: tuple[str, str] | None
     options: str = ""  # those of the optimizer that shape a plan
-    parameters: tuple[tuple[str, str], ...] = ()  # name and description of each shared parameter; must be equal on all ranks
+    # name and description of each shared parameter; must be equal on all ranks
+    parameters: tuple[tuple[str, str], ...] = ()
     has_grad: tuple[bool, ...] = ()  # which of these parameters have a gradient on this rank
     idle_steps: tuple[int, ...] = ()  # of each of them, as ``PlannedSet.idle_steps`` counts them
-    hyperparameters: tuple[tuple[int, str], ...] = ()  # from which position on which hold: ((0, "lr=0.1"), (5, "lr=0.2"))
+    # from which position on which hold: ((0, "lr=0.1"), (5, "lr=0.2"))
+    hyperparameters: tuple[tuple[int, str], ...] = ()
     pairing: Pairing = _NO_PAIRING
     place: Place = _ALONE
-    node_view: NodeView | None = None  # what the rank knows of nodes; the first note of ranks that disagree has nothing else
+    # what the rank knows of nodes; the first note of ranks that disagree has nothing else
+    node_view: NodeView | None = None
     zeros: tuple[tuple[int, int], ...] = ()  # ``ZeroMatrices.found``
     state: str = ""  # one letter per parameter, ABSENT, PRESENT or ELSEWHERE: "110-"
 
 
 def raise_failures(notes: Mapping[int, Note], own_failure: Exception | None) -> None:
-    """Raises the failure of the first rank that has one, on every rank and with the same text, from this rank's own failure."""
+    """Raises the failure of the first rank that has one, on every rank and with the same text, from this rank's own
+    failure.
+    """
     for rank, note in sorted(notes.items()):
         if note.failure is not None:
             kind, text = note.failure
@@ -55,8 +61,8 @@ def raise_failures(notes: Mapping[int, Note], own_failure: Exception | None) -> 
 def other_optimizer(notes: Mapping[int, Note]) -> PlanMismatchError | None:
     """The error for ranks that step different optimizers, as far as they can know.
 
-    Two ranks that both have a shared id compare their ids. Otherwise they compare the positions of their optimizers among those
-    that look the same, provided that both ranks have equally many.
+    Two ranks that both have a shared id compare their ids. Otherwise they compare the positions of their optimizers
+    among those that look the same, provided that both ranks have equally many.
     """
     for rank, note in sorted(notes.items()):
         for other in sorted(earlier for earlier in notes if earlier < rank):
@@ -65,8 +71,8 @@ def other_optimizer(notes: Mapping[int, Note]) -> PlanMismatchError | None:
             misplaced = place.lookalikes == other_place.lookalikes and place != other_place
             if misplaced if 0 in ids else len(ids) == 2:
                 return PlanMismatchError(
-                    f"rank {rank} steps another optimizer than rank {other}, and gradients of different parameters would be "
-                    "mixed. Step several optimizers in the same order on every rank, and each equally often."
+                    f"rank {rank} steps another optimizer than rank {other}, and gradients of different parameters "
+                    "would be mixed. Step several optimizers in the same order on every rank, and each equally often."
                 )
     return None
 
@@ -79,9 +85,10 @@ def other_step(notes: Mapping[int, Note]) -> PlanMismatchError | None:
     usual_rank, usual = _usual(steps)
     rank = min(rank for rank, count in steps.items() if count != usual)
     return PlanMismatchError(
-        f"rank {rank} is at call {steps[rank]} of this optimizer's step() since the ranks first stepped it together, rank "
-        f"{usual_rank} at call {usual}: calls have ended on one rank alone, in its closure for example, and gradients of "
-        "different batches would be mixed. Call step() equally often on every rank, and prepare() on all ranks or on none."
+        f"rank {rank} is at call {steps[rank]} of this optimizer's step() since the ranks first stepped it together, "
+        f"rank {usual_rank} at call {usual}: calls have ended on one rank alone, in its closure for example, and "
+        "gradients of different batches would be mixed. Call step() equally often on every rank, and prepare() on all "
+        "ranks or on none."
     )
 
 
@@ -94,9 +101,9 @@ def raise_lost_state(
 ) -> None:
     """Raises if a parameter that is stepped has state on some ranks and none on others that should have it.
 
-    A state of zeros is the same as none: for the positions of such parameters, ``gather_begun`` returns, by rank, those whose
-    state is more than that. Where owners alone keep state, no other rank has a copy to compare with: it counts as lost if owners
-    of other parameters still have theirs.
+    A state of zeros is the same as none: for the positions of such parameters, ``gather_begun`` returns, by rank, those
+    whose state is more than that. Where owners alone keep state, no other rank has a copy to compare with: it counts as
+    lost if owners of other parameters still have theirs.
     """
     states, positions = sorted((rank, note.state) for rank, note in notes.items()), range(len(names))
     present, absent = (
@@ -111,22 +118,24 @@ def raise_lost_state(
         lost += [(k, kept[0]) for k in alone if kept]
     for k, rank in lost:
         raise StateError(
-            f"{names[k]} has no state on rank {absent[k][0]} and would restart there from zero, while rank {rank} has state and "
-            "would continue. Load a checkpoint on every rank. To restart it on purpose, delete its entry in optimizer.state on "
-            "every rank."
+            f"{names[k]} has no state on rank {absent[k][0]} and would restart there from zero, while rank {rank} has "
+            "state and would continue. Load a checkpoint on every rank. To restart it on purpose, delete its entry in "
+            "optimizer.state on every rank."
         )
 
 
 def raise_other_progress(names: Sequence[str], progress: Mapping[int, Sequence[str]]) -> None:
-    """Raises if ranks have loaded states of different steps; ``progress`` is ``StatePresence.progress`` of each rank."""
+    """Raises if ranks have loaded states of different steps; ``progress`` is ``StatePresence.progress`` of each
+    rank.
+    """
     first = min(progress)
     for position, name in enumerate(names):
         texts = {rank: of_rank[position] or "no steps" for rank, of_rank in sorted(progress.items())}
         for rank, text in texts.items():
             if text != texts[first]:
                 raise StateError(
-                    f"{name}: the state of rank {first} has {texts[first]}, that of rank {rank} {text}. The ranks have loaded "
-                    "states of different steps: load the same checkpoint on every rank."
+                    f"{name}: the state of rank {first} has {texts[first]}, that of rank {rank} {text}. The ranks "
+                    "have loaded states of different steps: load the same checkpoint on every rank."
                 )
 
 
@@ -135,7 +144,9 @@ def raise_mismatch(notes: Mapping[int, Note]) -> None:
 
     What most ranks have counts as usual, and the first of these ranks as the usual rank, with which the error compares.
     """
-    usual_rank, _ = _usual({rank: (note.options, note.parameters, note.hyperparameters) for rank, note in notes.items()})
+    usual_rank, _ = _usual(
+        {rank: (note.options, note.parameters, note.hyperparameters) for rank, note in notes.items()}
+    )
     usual = notes[usual_rank]
     for rank, note in sorted(notes.items()):
         if note.options != usual.options:
@@ -150,13 +161,15 @@ def raise_mismatch(notes: Mapping[int, Note]) -> None:
             if text != usual_text:
                 text, usual_text = _what_differs(text, usual_text)
                 raise PlanMismatchError(
-                    f"{note.parameters[index][0]}: rank {rank} steps it with {text}; rank {usual_rank} with {usual_text}. Set "
-                    "the same hyperparameters on every rank."
+                    f"{note.parameters[index][0]}: rank {rank} steps it with {text}; rank {usual_rank} with "
+                    f"{usual_text}. Set the same hyperparameters on every rank."
                 )
 
 
 def _what_differs(*texts: str) -> tuple[str, ...]:
-    """What only one of two texts says: ("lr=0.2", "lr=0.1") of "lr=0.2, betas=(0.9, 0.95)" and "lr=0.1, betas=(0.9, 0.95)"."""
+    """What only one of two texts says: ("lr=0.2", "lr=0.1") of "lr=0.2, betas=(0.9, 0.95)" and "lr=0.1, betas=(0.9,
+    0.95)".
+    """
     items = [_items(text) for text in texts]
     own = [[item for item in items[k] if item not in items[1 - k]] for k in range(2)]
     more = [f" and {len(only) - _SHOWN} more" if len(only) > _SHOWN else "" for only in own]
@@ -180,7 +193,8 @@ def _text_at(hyperparameters: Sequence[tuple[int, str]], index: int) -> str:
 
 
 def raise_other_plan(plans: Mapping[int, tuple[int, Sequence[tuple[str, str]]]]) -> None:
-    """Raises if ranks made different plans from the same parameters; names the first matrix that they treat differently.
+    """Raises if ranks made different plans from the same parameters; names the first matrix that they treat
+    differently.
 
     ``plans`` has, by rank, the fingerprint of its proposal and its ``owner_assignments``.
     """
@@ -191,8 +205,8 @@ def raise_other_plan(plans: Mapping[int, tuple[int, Sequence[tuple[str, str]]]])
             whole_plans = (("the plan", str(fingerprint)), ("the plan", str(usual)))  # if the assignments do not differ
             (name, text), (_, usual_text) = next((pair for pair in pairs if pair[0] != pair[1]), whole_plans)
             raise PlanMismatchError(
-                f"{name}: rank {rank} plans {text}, rank {usual_rank} plans {usual_text}, from the same parameters. Use one "
-                "version of meshmuon on all ranks."
+                f"{name}: rank {rank} plans {text}, rank {usual_rank} plans {usual_text}, from the same parameters. "
+                "Use one version of meshmuon on all ranks."
             )
 
 
@@ -202,18 +216,20 @@ def _usual(values: Mapping[int, _T]) -> tuple[int, _T]:
     return min(rank for rank, value in values.items() if value == usual), usual
 
 
-def _first_difference(rank: int, params: Sequence[tuple[str, str]], usual_rank: int, usual: Sequence[tuple[str, str]]) -> str:
+def _first_difference(
+    rank: int, params: Sequence[tuple[str, str]], usual_rank: int, usual: Sequence[tuple[str, str]]
+) -> str:
     for (name, text), (usual_name, usual_text) in zip(params, usual, strict=False):
         if name != usual_name:
             return (
-                f"{usual_name}: rank {rank} has {name} in its place, rank {usual_rank} has {usual_name}. The parameters differ, "
-                "or are in another order: build the same groups on every rank."
+                f"{usual_name}: rank {rank} has {name} in its place, rank {usual_rank} has {usual_name}. The "
+                "parameters differ, or are in another order: build the same groups on every rank."
             )
         if text != usual_text:
             text, usual_text = _what_differs(text, usual_text)
             return (
-                f"{name}: rank {rank} has {text}; rank {usual_rank} has {usual_text}. Build the optimizer after every rank has "
-                "sharded the model in the same way, with the same options for each group."
+                f"{name}: rank {rank} has {text}; rank {usual_rank} has {usual_text}. Build the optimizer after every "
+                "rank has sharded the model in the same way, with the same options for each group."
             )
     longer, more = (rank, params) if len(params) > len(usual) else (usual_rank, usual)
     shorter = usual_rank if longer == rank else rank
@@ -239,17 +255,20 @@ def raise_unequal_replicas(
                 lacking = [rank for rank in compared if not has_grad_by_rank[rank][index]]
                 if having and lacking:
                     raise GradientError(
-                        f"{name} has a gradient on rank {having[0]} and none on rank {lacking[0]}, which hold the same elements. "
-                        "Replicas must have equal gradients: reduce them before step(), or set p.grad = torch.zeros_like(p)."
+                        f"{name} has a gradient on rank {having[0]} and none on rank {lacking[0]}, which hold the "
+                        "same elements. Replicas must have equal gradients: reduce them before step(), or set p.grad "
+                        "= torch.zeros_like(p)."
                     )
 
 
 def failure_for_other_ranks(failure: Exception, diverged: bool) -> MeshmuonError:
-    """The error that the other ranks raise for a step that failed on this one; a StateError if replicas have ``diverged``."""
+    """The error that the other ranks raise for a step that failed on this one; a StateError if replicas have
+    ``diverged``.
+    """
     text = f"{type(failure).__name__}: {failure}"
     if not diverged:
         return MeshmuonError(f"the step before this one failed: {text}")
     return StateError(
-        f"an earlier step failed on this rank alone ({text}), so its parameters no longer equal those of the other ranks. "
-        "Load a checkpoint of the model and of this optimizer on all ranks."
+        f"an earlier step failed on this rank alone ({text}), so its parameters no longer equal those of the other "
+        "ranks. Load a checkpoint of the model and of this optimizer on all ranks."
     )

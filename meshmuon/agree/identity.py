@@ -2,13 +2,13 @@
 
 Ranks must not mix up several optimizers of the same structure over the same ranks.
 
-When ranks first step an optimizer together, they agree on a shared id that no other optimizer has. From then on each rank puts
-the id, and how often the optimizer was stepped since, into every vote.
+When ranks first step an optimizer together, they agree on a shared id that no other optimizer has. From then on each
+rank puts the id, and how often the optimizer was stepped since, into every vote.
 
-Before that, an optimizer is identified by its position among the optimizers of its process that look the same, in the order in
-which they were built. A copy comes right behind its original. A rank may have more of them than another for good reasons, such as
-an additional copy, or an optimizer for something that only this rank trains. Positions are therefore compared only between ranks
-that have equally many.
+Before that, an optimizer is identified by its position among the optimizers of its process that look the same, in the
+order in which they were built. A copy comes right behind its original. A rank may have more of them than another for
+good reasons, such as an additional copy, or an optimizer for something that only this rank trains. Positions are
+therefore compared only between ranks that have equally many.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Optimizer(Protocol):
 class _Registered(NamedTuple):
     """An optimizer on the roster, the default process group in which it was built, if there was one, and its lineage.
 
-    The lineage has the numbers of what the optimizer was copied from, oldest first, and then its own: (3, 7) is optimizer 7, a
-    copy of optimizer 3. Sorting by lineage puts copies behind their original.
+    The lineage has the numbers of what the optimizer was copied from, oldest first, and then its own: (3, 7) is
+    optimizer 7, a copy of optimizer 3. Sorting by lineage puts copies behind their original.
     """
 
     optimizer: weakref.ref[Optimizer]
@@ -78,8 +78,8 @@ class Pairing(NamedTuple):
 def register(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Puts a new optimizer on the roster and returns its lineage.
 
-    ``copied`` is the lineage of a copy's original, whose place the copy takes once the original is gone. An optimizer for the
-    same parameters as a living one counts as a copy of that one.
+    ``copied`` is the lineage of a copy's original, whose place the copy takes once the original is gone. An optimizer
+    for the same parameters as a living one counts as a copy of that one.
     """
     first_param, world = _first_param(optimizer), current_world()
     with _lock:
@@ -92,7 +92,9 @@ def register(optimizer: Optimizer, copied: tuple[int, ...] = ()) -> tuple[int, .
 
 
 def place_of(optimizer: Optimizer | None) -> Place:
-    """The place of an optimizer. Optimizers of the same parameters count as one, since it does not matter which is stepped."""
+    """The place of an optimizer. Optimizers of the same parameters count as one, since it does not matter which is
+    stepped.
+    """
     assert optimizer is not None, "the optimizer that plans is alive"
     with _lock:
         living = [known for _, known in _living(current_world())]
@@ -140,17 +142,18 @@ class Home:
         """Raises in a forked process: it has no connections, so the other ranks would never answer."""
         if os.getpid() != self._process:
             raise TransportError(
-                f"ranks lost each other in the agreement of a step: process {os.getpid()} is a fork of process {self._process}, "
-                "which is one of several ranks; a fork has none of its connections. Step in that process only, or start new "
+                f"ranks lost each other in the agreement of a step: process {os.getpid()} is a fork of process "
+                f"{self._process}, which is one of several ranks; a fork has none of its connections. Step in that "
+                "process only, or start new "
                 'processes ("spawn") that join a process group and build their optimizer themselves.'
             )
 
     def check_connected(self, *, plain: bool) -> None:
         """Raises if the default process group is not the one that the optimizer was built in.
 
-        Process groups of an earlier ``init_process_group`` may still answer, but the ranks of the new one need not be the same.
-        DTensors keep the process groups that they were created with. If ranks share ``plain`` tensors only, another process group
-        can be used.
+        Process groups of an earlier ``init_process_group`` may still answer, but the ranks of the new one need not be
+        the same. DTensors keep the process groups that they were created with. If ranks share ``plain`` tensors only,
+        another process group can be used.
         """
         world = current_world()
         if self._world is None:  # built before there was one
@@ -160,8 +163,8 @@ class Home:
             if plain:
                 remedy = "Set optimizer.replica_group to a process group of the new one."
             raise TransportError(
-                "ranks lost each other in the agreement of a step: destroy_process_group() has ended the process group that this "
-                f"optimizer was built in. {remedy}"
+                "ranks lost each other in the agreement of a step: destroy_process_group() has ended the process "
+                f"group that this optimizer was built in. {remedy}"
             )
 
 

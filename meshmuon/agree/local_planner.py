@@ -57,24 +57,28 @@ class Topology:
     """The ranks that this rank plans with, and how their meshes connect them."""
 
     rank: int  # this rank
-    # The mesh of each sharded parameter, with all slices of its parent mesh that look like it. For parameters on the "tp" axis of
-    # a 2×4 mesh over ranks 0–7 these are the slices (0, 1, 2, 3) and (4, 5, 6, 7).
+    # The mesh of each sharded parameter, with all slices of its parent mesh that look like it. For parameters on the
+    # "tp" axis of a 2×4 mesh over ranks 0–7 these are the slices (0, 1, 2, 3) and (4, 5, 6, 7).
     meshes: Mapping[DeviceMesh | Mesh, tuple[Mesh, ...]]
     replica_sets: Sequence[tuple[int, ...]]  # the sets of ranks over which plain tensors are replicated
-    ranks: tuple[int, ...]  # all ranks that share a mesh or a replica set with this one, directly or through others, ascending
+    # all ranks that share a mesh or a replica set with this one, directly or through others, ascending
+    ranks: tuple[int, ...]
     nodes: Nodes | None = None  # which of them share a node; None if all do, or as long as that is not known
 
     @classmethod
     def around(cls, rank: int, records: Sequence[ParamRecord], replica_group: ReplicaGroup | None) -> Topology:
         """The topology that ``rank`` sees."""
-        own_meshes = dict.fromkeys(record.mesh for record in records if record.mesh is not None)  # in the order of parameters
+        # in the order of parameters
+        own_meshes = dict.fromkeys(record.mesh for record in records if record.mesh is not None)
         meshes = {mesh: (mesh,) if isinstance(mesh, Mesh) else siblings(mesh) for mesh in own_meshes}
         replica_sets = replica_ranks(replica_group)
         mesh_sets = [mesh.ranks for slices in meshes.values() for mesh in slices]
         return cls(rank, meshes, replica_sets, connected_ranks(rank, [*mesh_sets, *replica_sets]))
 
     def layouts(self, records: Sequence[ParamRecord]) -> list[tuple[Layout, ...]]:
-        """The layouts of each parameter on the ranks that plan together; none for plain tensors that are not replicated."""
+        """The layouts of each parameter on the ranks that plan together; none for plain tensors that are not
+        replicated.
+        """
         planning_ranks = frozenset(self.ranks)
         replica_sets = [ranks for ranks in self.replica_sets if not planning_ranks.isdisjoint(ranks)]
         return [
@@ -103,19 +107,24 @@ class LocalPlanner:
 
     Raises what keeps the parameters from being planned, such as placements that meshmuon does not support.
 
-    In each step ``propose`` comes first, then ``propose_together`` if the ranks have to compare notes, and ``count_step`` once it
-    is certain that the step takes place.
+    In each step ``propose`` comes first, then ``propose_together`` if the ranks have to compare notes, and
+    ``count_step`` once it is certain that the step takes place.
 
     Attributes:
         records: the parameters.
-        decision: what this rank proposes or, after ``propose_together``, what all ranks will do; None before, and if it failed.
-        shared: indices of the parameters that several ranks know of, because they are on a mesh or replicated.
-        layouts: the layouts of every parameter; empty for those that only this rank knows of, and for those on meshes without
+        decision: what this rank proposes or, after ``propose_together``, what all ranks will do; None before, and if it
+        failed. shared: indices of the parameters that several ranks know of, because they are on a mesh or replicated.
+        layouts: the layouts of every parameter; empty for those that only this rank knows of, and for those on meshes
+        without
             any rank that plans with this one.
     """
 
     def __init__(
-        self, records: tuple[ParamRecord, ...], settings: PlanSettings, topology: Topology, exchange: Exchange | None = None
+        self,
+        records: tuple[ParamRecord, ...],
+        settings: PlanSettings,
+        topology: Topology,
+        exchange: Exchange | None = None,
     ) -> None:
         options = settings.options
         self._rates: Calibration | None = None  # by which plans are chosen
@@ -129,7 +138,11 @@ class LocalPlanner:
             if first.work_device.type != "cpu":
                 memory = device_memory(first.work_device) if machine is None else machine.memory_bytes
                 machine = machine or machine_like(device_name(first.work_device))
-                if machine is None and settings.cost_model is None and topology.rank == topology.ranks[0] != topology.ranks[-1]:
+                if (
+                    machine is None
+                    and settings.cost_model is None
+                    and topology.rank == topology.ranks[0] != topology.ranks[-1]
+                ):
                     _tell_of_guess(device_name(first.work_device) or first.work_device.type)
             costs = settings.cost_model or _costs_on(machine, first, several_nodes=nodes is not None)
             if isinstance(costs, Calibration):
@@ -147,9 +160,13 @@ class LocalPlanner:
         self._positions = {index: position for position, index in enumerate(self.shared)}
         shared_groups = [(position, records[index].group_index) for position, index in enumerate(self.shared)]
         self._group_starts = _where_changed(shared_groups)
-        self._parts_by_param = [self._parts_of(record, layouts) for record, layouts in zip(records, self.layouts, strict=True)]
+        self._parts_by_param = [
+            self._parts_of(record, layouts) for record, layouts in zip(records, self.layouts, strict=True)
+        ]
         self._muon = [index for index, record in enumerate(records) if record.matrix_sets is not None]
-        flops = {index: float(sum(part.flops * part.count for part in self._parts_by_param[index])) for index in self._muon}
+        flops = {
+            index: float(sum(part.flops * part.count for part in self._parts_by_param[index])) for index in self._muon
+        }
         shared = {index: flops[index] for index in self._muon if index in self._positions}
         private = {index: flops[index] for index in self._muon if index not in shared}
         self._planned = PlannedSet((shared, private))  # what the plan of the last step covers
@@ -158,12 +175,15 @@ class LocalPlanner:
         self.decision: StepDecision | None = None
         self._fingerprint: int | None = None  # of the decision; None until it is asked for
         self._has_grad: tuple[bool, ...] = ()  # which parameters have a gradient on this rank
-        self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}  # of the shared ones, on each rank; empty if all are equal
+        # of the shared ones, on each rank; empty if all are equal
+        self._flags_by_rank: Mapping[int, tuple[bool, ...]] = {}
         self._active: Sequence[bool] = ()  # which have a gradient on some rank; these are stepped
         self._active_muon = frozenset[int]()
 
     def check_shards(self) -> None:
-        """Raises if a local tensor has another shape than its placements say; only the ranks that hold it can see it."""
+        """Raises if a local tensor has another shape than its placements say; only the ranks that hold it can see
+        it.
+        """
         rank = self._topology.rank
         for record, layouts in zip(self.records, self.layouts, strict=True):
             expected = next((layout.local_shape(rank) for layout in layouts if rank in layout.mesh.ranks), None)
@@ -171,24 +191,30 @@ class LocalPlanner:
                 continue
             if math.prod(expected) + math.prod(record.local_shape) > 0:  # empty shards may have any shape
                 raise PlanError(
-                    f"{record.name} is {'; '.join(map(str, layouts))}, so this rank should hold {expected}, but it holds "
-                    f"{record.local_shape}. Some wrappers (FSDP2 over tensor parallelism with rows that do not divide) store "
-                    "other shards than their placements say: choose sizes that divide, or shard another dim."
+                    f"{record.name} is {'; '.join(map(str, layouts))}, so this rank should hold {expected}, but it "
+                    f"holds {record.local_shape}. Some wrappers (FSDP2 over tensor parallelism with rows that do not "
+                    "divide) store other shards than their placements say: choose sizes that divide, or shard another "
+                    "dim."
                 )
 
     def propose(self, has_grad: tuple[bool, ...]) -> None:
-        """Proposes a step from what this rank knows; ``has_grad`` says which parameters have a gradient on this rank."""
+        """Proposes a step from what this rank knows; ``has_grad`` says which parameters have a gradient on this
+        rank.
+        """
         if has_grad is not self._has_grad:
-            # What the other ranks had is assumed to hold while this rank's own gradients are as they were then. If they are not,
-            # it proposes its own alone. Unless all ranks now have the same gradients, the fingerprints then differ, and the ranks
-            # compare again.
+            # What the other ranks had is assumed to hold while this rank's own gradients are as they were then. If they
+            # are not, it proposes its own alone. Unless all ranks now have the same gradients, the fingerprints then
+            # differ, and the ranks compare again.
             if self._flags_by_rank.get(self._topology.rank) != self.shared_flags(has_grad):
                 self._flags_by_rank = {}
             self._take_gradients(has_grad)
         self._propose_covering(self._planned.covering(self._active_muon))
 
     def propose_together(
-        self, has_grad: tuple[bool, ...], flags_by_rank: Mapping[int, tuple[bool, ...]], idle_steps: Iterable[Sequence[int]]
+        self,
+        has_grad: tuple[bool, ...],
+        flags_by_rank: Mapping[int, tuple[bool, ...]],
+        idle_steps: Iterable[Sequence[int]],
     ) -> None:
         """Proposes a step on all that is planned on any rank: the same on all ranks, whatever each has planned before.
 
@@ -231,8 +257,9 @@ class LocalPlanner:
         """Of the decision: equal on two ranks that propose the same."""
         if self._fingerprint is None:
             assert self.decision is not None
-            # What AdamW steps is no part of the plan, but ranks must agree on it as well. The flags of all ranks are compared:
-            # when a rank's gradients change, the fingerprints differ, and ranks check again that replicas have equal gradients.
+            # What AdamW steps is no part of the plan, but ranks must agree on it as well. The flags of all ranks are
+            # compared: when a rank's gradients change, the fingerprints differ, and ranks check again that replicas
+            # have equal gradients.
             flags = bytes(self.shared_flags(self._active)), self._flags_by_rank
             self._fingerprint = fingerprint_of((self.decision.plan.digest, self._settings.path, *flags))
         return self._fingerprint
@@ -275,7 +302,9 @@ class LocalPlanner:
         return Note(
             failure=None,
             options=f"{options}, form={self._settings.form!r}, {self._settings.path}",
-            parameters=tuple(describe_param(self.records[index], self.layouts[index], planned[index]) for index in self.shared),
+            parameters=tuple(
+                describe_param(self.records[index], self.layouts[index], planned[index]) for index in self.shared
+            ),
             has_grad=self.shared_flags(status.has_grad),
             idle_steps=self._planned_next.idle_steps(self.shared),
             hyperparameters=self._hyperparameters(status),
@@ -284,7 +313,9 @@ class LocalPlanner:
 
     def _hyperparameters(self, status: RankStatus) -> tuple[tuple[int, str], ...]:
         texts = status.hyperparameters()
-        return _where_changed([(start, texts[group_index]) for start, group_index in self._group_starts]) if texts else ()
+        return (
+            _where_changed([(start, texts[group_index]) for start, group_index in self._group_starts]) if texts else ()
+        )
 
     def _parts_of(self, record: ParamRecord, layouts: tuple[Layout, ...]) -> list[PlannedParam]:
         """What the plan must know of a parameter's matrix sets.
@@ -302,17 +333,21 @@ class LocalPlanner:
         gathers_int8 = record.comm_dtype.gather.itemsize == INT8
         by_owner = gathers_int8 and any(layout_cuts_blocks(layout, matrix_set) for layout in layouts)
         itemsize = (record.update_dtype if by_owner else record.comm_dtype.gather).itemsize
-        # A private parameter is planned as replicated over all ranks. It is then whole, so it stays on this rank, and it costs
-        # nothing in the balance. Reports count it on every rank, as if each had one like it. Replicas share what code of the user
-        # computes: if it fails on one rank, none of them is stepped, and they stay equal.
+        # A private parameter is planned as replicated over all ranks. It is then whole, so it stays on this rank, and
+        # it costs nothing in the balance. Reports count it on every rank, as if each had one like it. Replicas share
+        # what code of the user computes: if it fails on one rank, none of them is stepped, and they stay equal.
         return PlannedParam(
             name=record.name,
             layouts=layouts or (replicated_layout(record.shape, ranks),),
             stack_dims=matrix_set.stack_dims,
             lane=(_places(record), str(record.comm_dtype) + (BY_OWNER if by_owner else ""), str(record.update_dtype)),
             itemsize=itemsize,
-            itemsize_back=None if record.comm_dtype.scatter.itemsize == itemsize else record.comm_dtype.scatter.itemsize,
-            flops=expected_flops(rows, cols, record.scheme, self._settings.form, record.compute_dtype, record.work_device),
+            itemsize_back=None
+            if record.comm_dtype.scatter.itemsize == itemsize
+            else record.comm_dtype.scatter.itemsize,
+            flops=expected_flops(
+                rows, cols, record.scheme, self._settings.form, record.compute_dtype, record.work_device
+            ),
             share=True if record.mesh is None or may_fail(record.scheme, record.rules) else None,
             private=not layouts and len(ranks) > 1,  # on a single rank nothing is compared, so nothing is left out
             window=matrix_set.window,
@@ -323,7 +358,9 @@ class LocalPlanner:
 
 
 def _places(record: ParamRecord) -> str:
-    """Where a parameter is and where its matrices are orthogonalised: ``"cuda"`` for both, ``"cpu to cuda"`` for host memory."""
+    """Where a parameter is and where its matrices are orthogonalised: ``"cuda"`` for both, ``"cpu to cuda"`` for
+    host memory.
+    """
     stored, works = record.device.type, record.work_device.type
     return works if stored == works else f"{stored} to {works}"
 
@@ -331,8 +368,8 @@ def _places(record: ParamRecord) -> str:
 @lru_cache
 def _tell_of_guess(device: str) -> None:
     logging.getLogger("meshmuon").warning(
-        "meshmuon does not know how fast %s is, and plans with a guess. Measure it with torchrun ... -m meshmuon doctor --save "
-        "FILE, and pass cost_model=FILE to Muon.",
+        "meshmuon does not know how fast %s is, and plans with a guess. Measure it with torchrun ... -m meshmuon "
+        "doctor --save FILE, and pass cost_model=FILE to Muon.",
         device,
     )
 

@@ -1,8 +1,8 @@
 """On which nodes the ranks are: what each rank reads from its environment, and what all ranks settle on.
 
-A launcher such as torchrun tells every rank the number of ranks per node, from which it knows the nodes of all ranks. Without
-one, or where nodes have different numbers of ranks, a rank knows only the name of its own node. Ranks put what they know into
-their votes. If that differs, they tell each other the names of their nodes.
+A launcher such as torchrun tells every rank the number of ranks per node, from which it knows the nodes of all ranks.
+Without one, or where nodes have different numbers of ranks, a rank knows only the name of its own node. Ranks put what
+they know into their votes. If that differs, they tell each other the names of their nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class NodeView:
 
 
 def node_name(rank: int, world: int) -> str:
-    """A name that the ranks of a node have in common: its number by the user's setting, or what the launcher and host call it."""
+    """A name that the ranks of a node have in common: its number by the user's setting, or what the launcher and
+    host call it.
+    """
     setting = os.environ.get(RANKS_PER_NODE, "").strip()
     if setting:
         return f"node {Nodes.in_order(range(world), _sizes_of(setting, world)).node_of(rank)}"
@@ -75,8 +77,8 @@ def _sizes_of(setting: str, world: int) -> tuple[int, ...]:
         if sum(sizes) == world:
             return sizes
     raise ConfigError(
-        f"{RANKS_PER_NODE}={setting!r} does not divide {world} ranks into nodes. Write the number of ranks per node, such as 8, "
-        "or the number of each node in the order of ranks, such as 8,8,4."
+        f"{RANKS_PER_NODE}={setting!r} does not divide {world} ranks into nodes. Write the number of ranks per node, "
+        "such as 8, or the number of each node in the order of ranks, such as 8,8,4."
     )
 
 

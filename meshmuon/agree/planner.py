@@ -1,7 +1,8 @@
 """The ranks agree on one plan for a step, or raise one error.
 
-Each rank plans from metadata alone (``local_planner.py``). One small vote in host memory per step then tells whether all ranks
-are about to do the same. If they are not, they exchange notes and either plan together or raise the same error.
+Each rank plans from metadata alone (``local_planner.py``). One small vote in host memory per step then tells whether
+all ranks are about to do the same. If they are not, they exchange notes and either plan together or raise the same
+error.
 """
 
 from __future__ import annotations
@@ -43,34 +44,36 @@ _FAILED, _READY = -1, 1  # what a rank votes instead of a fingerprint, which is 
 class Planner:
     """Plans steps, and has the ranks agree before anything is written.
 
-    One planner belongs to one optimizer on one rank. The ranks that it plans with are those that the meshes of the parameters
-    and the replica group connect to this one. On a single rank it plans without communicating.
+    One planner belongs to one optimizer on one rank. The ranks that it plans with are those that the meshes of the
+    parameters and the replica group connect to this one. On a single rank it plans without communicating.
 
     ``step()`` calls, on every one of these ranks and in this order:
 
-    1. ``begin()``, once per step, before the closure runs. It counts the call, unless nothing will be stepped (``prepare()`` of
-       the optimizer, which then calls the others as a step does), and does not communicate.
-    2. ``agree(status)``, once per step, before anything is written. A rank that cannot step has its error in ``status`` and
-       still takes part. It plans, at the first step and whenever the records have changed, a parameter has its first gradient,
-       or a considerable part of the plan has had none for long (``PlannedSet``); ranks that meet for the first time create their
-       process groups. At every step the ranks vote, with seven integers in host memory. If the votes differ, the ranks first
-       tell each other on which nodes they are, and vote again if some did not know that of all ranks. If the votes still
-       differ, they gather their views and settle on one plan for all that any of them has planned. It returns the same
-       ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``, ``zeros``, parameters that only it knows), or
-       raises the same error on all of them. If this rank leaves with an error of its own (Ctrl-C), the others do not wait.
-    3. ``confirm(failure, verdicts)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything
-       travels. One more vote. If a rank could not create its buffers, all ranks raise its error. If a rank would rather compute
-       something in another way, the ranks exchange their ``verdicts``.
+    1. ``begin()``, once per step, before the closure runs. It counts the call, unless nothing will be stepped
+       (``prepare()`` of the optimizer, which then calls the others as a step does), and does not communicate.
+    2. ``agree(status)``, once per step, before anything is written. A rank that cannot step has its error in ``status``
+       and still takes part. It plans, at the first step and whenever the records have changed, a parameter has its
+       first gradient, or a considerable part of the plan has had none for long (``PlannedSet``); ranks that meet for
+       the first time create their process groups. At every step the ranks vote, with seven integers in host memory. If
+       the votes differ, the ranks first tell each other on which nodes they are, and vote again if some did not know
+       that of all ranks. If the votes still differ, they gather their views and settle on one plan for all that any of
+       them has planned. It returns the same ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``,
+       ``zeros``, parameters that only it knows), or raises the same error on all of them. If this rank leaves with an
+       error of its own (Ctrl-C), the others do not wait.
+    3. ``confirm(failure, verdicts)``, only if ``decision.prepares``: after each rank has created its buffers, and
+       before anything travels. One more vote. If a rank could not create its buffers, all ranks raise its error. If a
+       rank would rather compute something in another way, the ranks exchange their ``verdicts``.
     4. ``end()``, once per step, also if it fails. It does not wait for other ranks.
 
-    Between steps come ``forget_steps()``, on ranks that have loaded a state, and ``check_connected()``, before any other
-    communication of the optimizer. Neither communicates.
+    Between steps come ``forget_steps()``, on ranks that have loaded a state, and ``check_connected()``, before any
+    other communication of the optimizer. Neither communicates.
 
     Args:
         settings: the options that shape a plan; ranks must agree on them.
         replica_group: the ranks over which plain tensors are replicated.
         optimizer: a weak reference to the optimizer, which the planner must not keep alive.
-        reduced: whether replicas come with equal gradients; False where each rank brings its own and the step averages them.
+        reduced: whether replicas come with equal gradients; False where each rank brings its own and the step averages
+            them.
     """
 
     def __init__(
@@ -103,7 +106,9 @@ class Planner:
 
     @property
     def steps(self) -> int:
-        """Number of this step, from 1 on, since the ranks last identified each other; the same on all ranks once they agree."""
+        """Number of this step, from 1 on, since the ranks last identified each other; the same on all ranks once
+        they agree.
+        """
         return self._pairing.steps + bool(self._pairing.shared_id)  # a common id is agreed on in the first step
 
     @property
@@ -112,7 +117,9 @@ class Planner:
         return self._pairing.shared_id
 
     def begin(self, *, counts: bool = True) -> None:
-        """Counts a call of ``step()``, also one that fails before the ranks can agree: on other ranks it may have succeeded."""
+        """Counts a call of ``step()``, also one that fails before the ranks can agree: on other ranks it may have
+        succeeded.
+        """
         self._counts = int(counts)
         self._pairing = self._pairing._replace(steps=self._pairing.steps + self._counts)
 
@@ -138,7 +145,8 @@ class Planner:
         )
 
     def confirm(self, failure: KeptError, verdicts: Mapping[str, bool]) -> frozenset[str]:
-        """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is not.
+        """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is
+        not.
 
         Returns:
             What some rank is for, by its ``verdicts``, and no rank is against; the same on all ranks.
@@ -150,7 +158,9 @@ class Planner:
             counted = self._agreement.decide(Vote(_FAILED if failure else _READY, prepares=any(verdicts.values())))
             if not counted.unanimous or failure:
                 _raise_anyones(failure, self._agreement)
-                raise PlanMismatchError("some ranks are ready for a step that others have not begun: call step() equally often.")
+                raise PlanMismatchError(
+                    "some ranks are ready for a step that others have not begun: call step() equally often."
+                )
             if counted.prepares:  # some rank would rather have other buffers
                 verdicts_by_rank = [*self._agreement.all_gather_objects(dict(verdicts)).values()]
         self._local_planner.count_step()
@@ -163,11 +173,15 @@ class Planner:
             self._agreement.end_turn()
 
     def forget_steps(self) -> None:
-        """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next step."""
+        """Forgets the steps so far, because a state was loaded: the ranks identify each other again at the next
+        step.
+        """
         self._pairing = Pairing()
 
     def check_connected(self) -> None:
-        """Raises if the process group that the optimizer was built in was destroyed, even if its connections still answer."""
+        """Raises if the process group that the optimizer was built in was destroyed, even if its connections still
+        answer.
+        """
         self._home.check_connected(plain=not self._on_meshes and self._replica_group is not None)
 
     # What one rank does by itself.
@@ -183,7 +197,9 @@ class Planner:
         return self._local_planner.decision
 
     def _connect(self, records: tuple[ParamRecord, ...]) -> Topology:
-        """Finds the ranks to plan with, and creates the process groups to talk to them if they are not those of the last plan."""
+        """Finds the ranks to plan with, and creates the process groups to talk to them if they are not those of the
+        last plan.
+        """
         self._on_meshes = any(record.mesh is not None for record in records)
         if self._replica_group is not None:
             self.check_connected()
@@ -287,8 +303,12 @@ class Planner:
         return counted
 
     def _compare_notes(self, agreement: Agreement, local: LocalPlanner, status: RankStatus) -> dict[int, Note]:
-        """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or hyperparameters."""
-        note = replace(local.note(status), zeros=self._zeros.found, pairing=self._pairing, place=place_of(self._optimizer()))
+        """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or
+        hyperparameters.
+        """
+        note = replace(
+            local.note(status), zeros=self._zeros.found, pairing=self._pairing, place=place_of(self._optimizer())
+        )
         notes = agreement.all_gather_objects(note)
         if (mixed_up := other_optimizer(notes)) is not None:
             # This call is not counted: it will be repeated in the right order.
@@ -304,16 +324,20 @@ class Planner:
             raise_other_progress([name for name, _ in note.parameters], progress)
         return notes
 
-    def _plan_together(self, agreement: Agreement, local: LocalPlanner, notes: Mapping[int, Note], status: RankStatus) -> bool:
+    def _plan_together(
+        self, agreement: Agreement, local: LocalPlanner, notes: Mapping[int, Note], status: RankStatus
+    ) -> bool:
         """Plans all that is planned on any rank, and checks that all ranks have made the same plan.
 
-        What is planned follows from the notes alone, so that ranks with different histories make the same plan. Returns whether
-        the plan of any rank has changed.
+        What is planned follows from the notes alone, so that ranks with different histories make the same plan. Returns
+        whether the plan of any rank has changed.
         """
         names = [local.records[index].name for index in local.shared]
         flags_by_rank = {rank: note.has_grad for rank, note in sorted(notes.items())}
         if self._reduced:
-            raise_unequal_replicas(flags_by_rank, list(zip(names, (local.layouts[index] for index in local.shared), strict=True)))
+            raise_unequal_replicas(
+                flags_by_rank, list(zip(names, (local.layouts[index] for index in local.shared), strict=True))
+            )
 
         def gather_begun(positions: list[int]) -> dict[int, tuple[int, ...]]:
             kept = [k for k in positions if notes[current_rank()].state[k] == PRESENT]

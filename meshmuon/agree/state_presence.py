@@ -1,6 +1,7 @@
 """Which state a rank has, and of which step. Ranks compare both.
 
-Momentum that one rank has lost would silently restart there from zero, and replicas that count different steps would diverge.
+Momentum that one rank has lost would silently restart there from zero, and replicas that count different steps would
+diverge.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def has_all_state(state: Mapping[str, Any] | None, named: ParamRecord) -> bool:
 
 
 def has_begun(state: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter is more than the zeros that a first step starts with. Reading it waits for the device."""
+    """Whether the state of a parameter is more than the zeros that a first step starts with. Reading it waits for
+    the device.
+    """
     values = (value[1:] if key == COUNTER else value for key, value in state.items() if isinstance(value, Tensor))
     return any(bool(local_part(value).count_nonzero()) for value in values)
 
@@ -43,7 +46,9 @@ class StatePresence:
     keeps: Callable[[ParamRecord], bool]  # whether this rank is one that keeps the state of a parameter
 
     def presence(self, index: int) -> str:
-        """PRESENT or ABSENT for a parameter whose state this rank keeps, ELSEWHERE for all others and for empty shards."""
+        """PRESENT or ABSENT for a parameter whose state this rank keeps, ELSEWHERE for all others and for empty
+        shards.
+        """
         named = self.params[index]
         if not self.keeps(named) or not local_part(named.param).numel():
             return ELSEWHERE
@@ -62,5 +67,9 @@ class StatePresence:
 
     def _progress(self, index: int) -> str:
         entry = self.states.get(self.params[index].param, {})
-        numbers = {key: entry[key].reshape(-1).tolist() for key in ("step", COUNTER) if isinstance(entry.get(key), Tensor)}
-        return ", ".join(f"{key} {'/'.join(str(int(part)) for part in parts)}" for key, parts in numbers.items() if parts[-1])
+        numbers = {
+            key: entry[key].reshape(-1).tolist() for key in ("step", COUNTER) if isinstance(entry.get(key), Tensor)
+        }
+        return ", ".join(
+            f"{key} {'/'.join(str(int(part)) for part in parts)}" for key, parts in numbers.items() if parts[-1]
+        )

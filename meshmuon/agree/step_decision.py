@@ -29,9 +29,10 @@ class Activity(IntEnum):
 class StepDecision:
     """What all ranks have agreed to do."""
 
-    plan: Plan  # ``plan.params[i]``, ``planned_parts[i]`` and the executor's ``step_params[i]`` are about the same parameter
-    # For each part of the plan, its parameter and which of that one's ``matrix_sets`` it is. A fused QKV weight that is parameter
-    # 3 and is split in three has the entries (3, 0), (3, 1), (3, 2).
+    # ``plan.params[i]``, ``planned_parts[i]`` and the executor's ``step_params[i]`` are about the same parameter
+    plan: Plan
+    # For each part of the plan, its parameter and which of that one's ``matrix_sets`` it is. A fused QKV weight that is
+    # parameter 3 and is split in three has the entries (3, 0), (3, 1), (3, 2).
     planned_parts: tuple[tuple[ParamIndex, int], ...]
     exchange: Exchange | None  # None on a single rank
     rank: int
@@ -49,12 +50,14 @@ class RankStatus(NamedTuple):
 
     records: tuple[ParamRecord, ...]  # all parameters
     failure: KeptError  # what keeps it from stepping, if anything; all ranks then raise it
-    has_grad: tuple[bool, ...]  # for each parameter, whether it has a gradient; the same object for as long as they are equal
+    # for each parameter, whether it has a gradient; the same object for as long as they are equal
+    has_grad: tuple[bool, ...]
     prepared_plan: Plan | None  # the plan that it has buffers for
     nonfinite: bool  # it has a gradient that must not be used
     has_work: bool  # it has more to do than create state
     activity: Activity
-    # Returns those of each param group, as text; ranks that share its parameters must have the same. A single rank never asks.
+    # Returns those of each param group, as text; ranks that share its parameters must have the same. A single rank
+    # never asks.
     hyperparameters: Callable[[], Sequence[str]]
     without_state: Sequence[ParamIndex]  # parameters whose state it would start at zero
     presence: StatePresence  # which state it has; read only where ranks differ

@@ -20,7 +20,8 @@ class ZeroMatrices:
 
     Attributes:
         found: of which this rank has zeros alone.
-        compared: differs between ranks if any of them has found some. They then gather all ``found`` and call ``refuse``.
+        compared: differs between ranks if any of them has found some. They then gather all ``found`` and call
+            ``refuse``.
     """
 
     def __init__(self, status: RankStatus, shared: Sequence[int]) -> None:

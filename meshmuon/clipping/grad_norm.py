@@ -1,7 +1,8 @@
 """The norm of all gradients of a model, on any mixture of meshes, and clipping by it.
 
-Each rank measures its own parts. Of the ranks that hold the same elements one counts them; the others only report values that are
-not finite. One all-reduce of five numbers over the ranks that the parameters' meshes connect then gives the norm.
+Each rank measures its own parts. Of the ranks that hold the same elements one counts them; the others only report
+values that are not finite. One all-reduce of five numbers over the ranks that the parameters' meshes connect then gives
+the norm.
 """
 
 from __future__ import annotations
@@ -43,29 +44,34 @@ def clip_grad_norm_(
     pp_group: ReplicaGroup | None = None,
     which: str = "all",
 ) -> Tensor:
-    """Scales all gradients in place by ``max_norm / (norm + 1e-6)`` if that is below 1; ``norm`` is that of all gradients.
+    """Scales all gradients in place by ``max_norm / (norm + 1e-6)`` if that is below 1; ``norm`` is that of all
+    gradients.
 
     As ``torch.nn.utils.clip_grad_norm_``, for parameters on any mixture of meshes and placements.
 
     Args:
-        parameters: a tensor or tensors whose ``.grad`` is scaled, or an optimizer, which stands for its parameters. All ranks
-            that the parameters' meshes connect must call this with the same parameters. Ranks may differ in which of them have a
-            gradient.
+        parameters: a tensor or tensors whose ``.grad`` is scaled, or an optimizer, which stands for its parameters. All
+            ranks that the parameters' meshes connect must call this with the same parameters. Ranks may differ in which
+            of them have a gradient.
         max_norm: largest norm that is allowed, a number or a tensor of one element.
         norm_type: p of the p-norm, a positive number or ``inf``.
-        error_if_nonfinite: raise GradientError, on all ranks and before anything is written, if the norm is not finite. The host
-            then waits for the device.
+        error_if_nonfinite: raise GradientError, on all ranks and before anything is written, if the norm is not finite.
+            The host then waits for the device.
         foreach: whether to use batched kernels; None uses them where they exist.
         pp_group: process group, or mesh of one axis, of the pipeline stages; the norm is taken over all of them.
-        which: ``"all"`` parameters, or those that ``"adamw"`` steps: the norm is then theirs alone, and Muon's gradients stay as
-            they are. Only an optimizer knows which these are, so pass the optimizer.
+        which: ``"all"`` parameters, or those that ``"adamw"`` steps: the norm is then theirs alone, and Muon's
+            gradients stay as they are. Only an optimizer knows which these are, so pass the optimizer.
 
     Returns:
         The norm before clipping: a plain tensor without dims, the same on all ranks.
     """
     if max_norm is None:
-        raise ConfigError("max_norm is None; it must be a number of at least 0. total_grad_norm measures without clipping.")
-    return _GradNorm(_chosen_tensors(parameters, which), norm_type, foreach, pp_group, max_norm).run(raises=error_if_nonfinite)
+        raise ConfigError(
+            "max_norm is None; it must be a number of at least 0. total_grad_norm measures without clipping."
+        )
+    return _GradNorm(_chosen_tensors(parameters, which), norm_type, foreach, pp_group, max_norm).run(
+        raises=error_if_nonfinite
+    )
 
 
 @never_traced
@@ -80,14 +86,16 @@ def total_grad_norm(
     which: str = "all",
 ) -> Tensor:
     """The norm of all gradients together; nothing is scaled. Arguments and result are those of ``clip_grad_norm_``."""
-    return _GradNorm(_chosen_tensors(parameters, which), norm_type, foreach, pp_group, None).run(raises=error_if_nonfinite)
+    return _GradNorm(_chosen_tensors(parameters, which), norm_type, foreach, pp_group, None).run(
+        raises=error_if_nonfinite
+    )
 
 
 class _GradNorm:
     """One call of ``clip_grad_norm_`` or ``total_grad_norm``.
 
-    Which ranks take part follows from the parameters alone. A rank that fails takes part anyway, so the others do not wait
-    for it; they learn of the failure from the all-reduce.
+    Which ranks take part follows from the parameters alone. A rank that fails takes part anyway, so the others do not
+    wait for it; they learn of the failure from the all-reduce.
     """
 
     def __init__(
@@ -109,7 +117,8 @@ class _GradNorm:
         self._pipeline = groups_of(pp_group) if usable else []
         self._max_norm, self._order = max_norm, 2.0
         self._failure = KeptError()  # all ranks learn of it from the all-reduce
-        self._grads: list[tuple[Tensor, bool]] = []  # this rank's part of a gradient, and whether this rank counts its elements
+        # this rank's part of a gradient, and whether this rank counts its elements
+        self._grads: list[tuple[Tensor, bool]] = []
         with self._failure:
             order = _number(norm_type)
             if not order > 0:
@@ -120,7 +129,9 @@ class _GradNorm:
             self._grads = self._local_grads()
 
     def run(self, *, raises: bool) -> Tensor:
-        """Returns the norm, and scales the gradients if there is a ``max_norm``. ``raises`` refuses a norm that is not finite."""
+        """Returns the norm, and scales the gradients if there is a ``max_norm``. ``raises`` refuses a norm that is
+        not finite.
+        """
         process_groups = [*([] if self._stage is None else [self._stage]), *self._pipeline]
         try:
             with turns_of(process_groups):
@@ -147,8 +158,8 @@ class _GradNorm:
         total = value.masked_fill(nan | unusable, math.nan).to(torch.float64 if double else torch.float32)
         if raises and not bool(total.isfinite()):
             raise GradientError(
-                f"the norm of order {self._order} of all gradients is {float(total)}; nothing was changed. Skip the step, or "
-                "pass error_if_nonfinite=False to scale by it anyway."
+                f"the norm of order {self._order} of all gradients is {float(total)}; nothing was changed. Skip the "
+                "step, or pass error_if_nonfinite=False to scale by it anyway."
             )
         if self._max_norm is not None:
             self._scale(self._max_norm, total)
@@ -156,12 +167,15 @@ class _GradNorm:
 
     def _check_pipeline(self, pp_group: ReplicaGroup | None) -> None:
         if pp_group is not None and len(self._pipeline) != 1:
-            raise ConfigError(f"pp_group={pp_group} must be a process group, or a mesh of one axis, that this rank is on.")
+            raise ConfigError(
+                f"pp_group={pp_group} must be a process group, or a mesh of one axis, that this rank is on."
+            )
         for process_group in self._pipeline:
             both = sorted(set(self._replicas.ranks) & set(dist.get_process_group_ranks(process_group)))
             if both != [self._replicas.rank]:
                 raise ConfigError(
-                    f"pp_group holds ranks {both}, which the parameters' meshes already connect, so they would be counted more "
+                    f"pp_group holds ranks {both}, which the parameters' meshes already connect, so they would be "
+                    "counted more "
                     'than once. Pass the group along which pipeline stages differ: pp_group=mesh["pp"].get_group().'
                 )
 
@@ -203,9 +217,9 @@ class _GradNorm:
     def _differences(self, largest: bool) -> tuple[float, float]:
         """Two numbers whose reduction shows whether ranks were given different parameters, or replicas lack a gradient.
 
-        For a sum, the contributions of all ranks add up to zero if nothing differs: the first rank adds the signature as often as
-        the others subtract it, and so does the rank that counts a gradient for its replicas. For a maximum, the largest signature
-        must equal the smallest.
+        For a sum, the contributions of all ranks add up to zero if nothing differs: the first rank adds the signature
+        as often as the others subtract it, and so does the rank that counts a gradient for its replicas. For a maximum,
+        the largest signature must equal the smallest.
         """
         if self._stage is None:
             return 0.0, 0.0
@@ -308,7 +322,8 @@ def _checked_limit(max_norm: float | Tensor) -> float | Tensor:
         if max_norm.numel() != 1 or as_dtensor(max_norm) is not None:
             kind = "plain tensor" if as_dtensor(max_norm) is None else "DTensor"
             raise ConfigError(
-                f"max_norm must be a number or a plain tensor of one element, got a {kind} of shape {tuple(max_norm.shape)}."
+                f"max_norm must be a number or a plain tensor of one element, got a {kind} of shape "
+                f"{tuple(max_norm.shape)}."
             )
         if max_norm.device.type != "cpu":  # not checked: the host would wait for the device
             return max_norm.reshape(())

@@ -20,7 +20,9 @@ _HALF = (torch.float16, torch.bfloat16)
 def local_norms(tensors: Sequence[Tensor], order: float, foreach: bool | None) -> list[Tensor]:
     """Norms of the tensors, large ones in blocks: one vector of norms per device and dtype."""
     vectors = []
-    for (device, dtype), batch in _by_device_and_dtype(block for tensor in tensors for block in _blocks(tensor)).items():
+    for (device, dtype), batch in _by_device_and_dtype(
+        block for tensor in tensors for block in _blocks(tensor)
+    ).items():
         sum_dtype = _sum_dtype(dtype, device, order)
         if _use_foreach(batch, device, foreach):
             norms = list(torch._foreach_norm(batch, order, dtype=sum_dtype))
@@ -35,11 +37,12 @@ def reduce_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The norm over one group after the other, each with one all-reduce; the host does not wait for the device.
 
-    ``value`` is the sum of powers, or the largest magnitude, of what this rank counts, and ``nan`` above 0 if a NaN was left out
-    of it, since a maximum over ranks may lose it. ``flags``: whether this rank cannot continue; a number whose sum over ranks
-    is 0 if all were given the same; its negative, so that for maxima the two add up to 0 in that case.
+    ``value`` is the sum of powers, or the largest magnitude, of what this rank counts, and ``nan`` above 0 if a NaN was
+    left out of it, since a maximum over ranks may lose it. ``flags``: whether this rank cannot continue; a number whose
+    sum over ranks is 0 if all were given the same; its negative, so that for maxima the two add up to 0 in that case.
 
-    Returns the value of all ranks, whether some rank left out a NaN, and whether some rank cannot continue or ranks differ.
+    Returns the value of all ranks, whether some rank left out a NaN, and whether some rank cannot continue or ranks
+    differ.
     """
     # Filled, not copied from the host: a copy would make the host wait.
     packed = torch.stack([value, nan, *(torch.full_like(value, flag) for flag in flags)])

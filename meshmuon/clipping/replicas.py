@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class ReplicaRole:
     """This rank's role among the ranks that hold the same elements of a parameter.
 
-    For a parameter on a 2×4 mesh with placements (Replicate, Shard(0)), each quarter has 2 replicas. The rank at (0, 3) counts
-    the last quarter, the rank at (1, 3) does not, and both have the cell (3,).
+    For a parameter on a 2×4 mesh with placements (Replicate, Shard(0)), each quarter has 2 replicas. The rank at (0, 3)
+    counts the last quarter, the rank at (1, 3) does not, and both have the cell (3,).
     """
 
     counts: bool  # whether this rank counts the elements
@@ -33,8 +33,8 @@ class ReplicaRole:
 class Replicas:
     """The ranks that the meshes of some parameters connect, and the role of this rank for each parameter.
 
-    Slices of one mesh hold the same parameters: a model that was sharded over ``mesh["shard"]`` has a replica in every slice.
-    Plain tensors are replicated over all connected ranks.
+    Slices of one mesh hold the same parameters: a model that was sharded over ``mesh["shard"]`` has a replica in every
+    slice. Plain tensors are replicated over all connected ranks.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -53,7 +53,11 @@ class Replicas:
         if key not in self._roles:
             here = sharded is None or sharded.device_mesh.get_coordinate() is not None
             layouts = self.layouts(name, param) if here else ()
-            axes = list(zip(layouts[0].placements, coordinates(layouts[0].mesh)[self.rank], strict=True)) if layouts else []
+            axes = (
+                list(zip(layouts[0].placements, coordinates(layouts[0].mesh)[self.rank], strict=True))
+                if layouts
+                else []
+            )
             sizes = zip(layouts[0].placements, layouts[0].mesh.shape, strict=True) if layouts else ()
             self._roles[key] = ReplicaRole(
                 counts=bool(layouts) and not any(position for place, position in axes if isinstance(place, Replicated)),
@@ -65,8 +69,8 @@ class Replicas:
     def layouts(self, name: str, param: Tensor) -> tuple[Layout, ...]:
         """The layout of a parameter, with the slices of its mesh as one more axis that replicates it.
 
-        For a parameter on the slices (0, 1) and (2, 3) it is one layout on a 2×2 mesh. Empty if none of the slices is connected;
-        those of other pipeline stages are not.
+        For a parameter on the slices (0, 1) and (2, 3) it is one layout on a 2×2 mesh. Empty if none of the slices is
+        connected; those of other pipeline stages are not.
         """
         shape, sharded = tuple(param.shape), as_dtensor(param)
         if sharded is None:

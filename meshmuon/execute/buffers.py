@@ -1,8 +1,8 @@
 """Where pieces are in the buffers of exchanges, and buffers on the way: in host memory, and between the hops of relays.
 
-Pieces move between the flat buffer of an exchange and a batch of matrices in as few strided copies as they allow: those of
-``strided_views``. A (4096, D) matrix over 2,048 ranks is 2,048 blocks of 2 rows. They lie at equal distances in the buffer and
-in the matrix, so that one strided copy moves them all.
+Pieces move between the flat buffer of an exchange and a batch of matrices in as few strided copies as they allow: those
+of ``strided_views``. A (4096, D) matrix over 2,048 ranks is 2,048 blocks of 2 rows. They lie at equal distances in the
+buffer and in the matrix, so that one strided copy moves them all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 def offsets_of(
     transfers: Sequence[PieceTransfer], start: int = 0, size: Callable[[Piece], int] = attrgetter("size")
 ) -> PlacedTransfers:
-    """Each transfer with the offset of its piece in a flat buffer, where pieces lie one after the other from ``start`` on."""
+    """Each transfer with the offset of its piece in a flat buffer, where pieces lie one after the other from
+    ``start`` on.
+    """
     placed = []
     for transfer in transfers:
         placed.append((transfer, start))
@@ -54,7 +56,9 @@ class _Block:
 
 
 def strided_views(placed: Iterable[PlacedPiece], stacked: Tensor, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Equal-shaped views of a batch, (size, rows, cols), and of a flat buffer; copying one list to the other moves all pieces."""
+    """Equal-shaped views of a batch, (size, rows, cols), and of a flat buffer; copying one list to the other moves
+    all pieces.
+    """
     of_stacked, of_buffer = [], []
     for run, step in _fewest_runs(list(_blocks(placed, stacked))):
         height, width, *strides = run[0].kind
@@ -66,20 +70,25 @@ def strided_views(placed: Iterable[PlacedPiece], stacked: Tensor, buffer: Tensor
 def int8_views(placed: Iterable[PlacedPiece], numbers: Tensor, buffer: Tensor) -> tuple[list[Tensor], list[Int8Blocks]]:
     """The same for pieces in int8: their elements at the offset, then their scales.
 
-    ``numbers`` is a batch, of which the views have the rest of the blocks that pieces cut; or flat, and has the elements of piece
-    k from offset ``position`` on.
+    ``numbers`` is a batch, of which the views have the rest of the blocks that pieces cut; or flat, and has the
+    elements of piece k from offset ``position`` on.
     """
     of_numbers, of_buffer = [], []
     for run, step in _fewest_runs(list(_int8_blocks(placed, numbers))):
         height, width, stride, quanta_stride, scale_stride, first, covered = run[0].kind
         size, scale_bytes = (height, width), (height, SCALE_BYTES * blocks_in(width, first))
-        quanta, scales = _view(buffer, run, step, 1, size, quanta_stride), _view(buffer, run, step, 2, scale_bytes, scale_stride)
+        quanta, scales = (
+            _view(buffer, run, step, 1, size, quanta_stride),
+            _view(buffer, run, step, 2, scale_bytes, scale_stride),
+        )
         of_numbers.append(_view(numbers, run, step, 0, (height, covered), stride))
         of_buffer.append(Int8Blocks(quanta, scales, first))
     return of_numbers, of_buffer
 
 
-def _view(tensor: Tensor, run: Sequence[_Block], step: Sequence[int], which: int, size: tuple[int, int], stride: int) -> Tensor:
+def _view(
+    tensor: Tensor, run: Sequence[_Block], step: Sequence[int], which: int, size: tuple[int, int], stride: int
+) -> Tensor:
     offset = tensor.storage_offset() + run[0].offsets[which]
     return tensor.as_strided((len(run), *size), (step[which], stride, 1), offset)
 
@@ -109,8 +118,14 @@ def _int8_blocks(placed: Iterable[PlacedPiece], numbers: Tensor) -> Iterator[_Bl
         for row, row_stop in piece.rows if in_batch else ((0, height),):
             left = 0
             for col, col_stop in piece.cols:
-                size, first, at_block = col_stop - col, col % BLOCK, at_scales + SCALE_BYTES * touched.index(col // BLOCK)
-                begin, end = (col - first, min(stride, -(-col_stop // BLOCK) * BLOCK)) if in_batch else (left, left + size)
+                size, first, at_block = (
+                    col_stop - col,
+                    col % BLOCK,
+                    at_scales + SCALE_BYTES * touched.index(col // BLOCK),
+                )
+                begin, end = (
+                    (col - first, min(stride, -(-col_stop // BLOCK) * BLOCK)) if in_batch else (left, left + size)
+                )
                 kind = row_stop - row, size, stride, width, scale_stride, first, end - begin
                 yield _Block(kind, (base + row * stride + begin, offset + left, at_block))
                 left += size
@@ -183,8 +198,9 @@ class Staging:
 class RelayMemory:
     """Buffers between the hops of one exchange.
 
-    Exchanges of the same ``place`` are never in flight at the same time, and share the buffers of the first hop. The others run
-    while the exchange is waited for, which all exchanges of one ``direction`` do one after the other on one stream.
+    Exchanges of the same ``place`` are never in flight at the same time, and share the buffers of the first hop. The
+    others run while the exchange is waited for, which all exchanges of one ``direction`` do one after the other on one
+    stream.
     """
 
     workspace: Workspace
@@ -195,7 +211,9 @@ class RelayMemory:
     def take(self, hop: int, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of one hop. Before the first is used, the largest of its kind has been taken (``reserve``)."""
         where, base = self.direction if hop else self.place, self.base or dtype
-        flat = self.workspace.take(f"relay {hop} {name} {where}", (size * dtype.itemsize // base.itemsize,), base, device)
+        flat = self.workspace.take(
+            f"relay {hop} {name} {where}", (size * dtype.itemsize // base.itemsize,), base, device
+        )
         return flat.view(dtype)
 
     def reserve(self, hops: Hops, position: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -35,7 +35,8 @@ class RankProgram:
     first_sends_last: bool = False  # as there
     local: tuple[LocalBatch, ...] = ()  # matrices that need no exchange
     staged: tuple[StagedBatch, ...] = ()  # the same for weights in host memory
-    rule_states: tuple[RuleStateExchange, ...] = ()  # those of the matrices that are exchanged, one per device, dtype and memory
+    # those of the matrices that are exchanged, one per device, dtype and memory
+    rule_states: tuple[RuleStateExchange, ...] = ()
     freed_at_end: Sequence[int] = ()  # the parameters whose gradients no wave and no batch frees
     stagings: tuple[Staging, ...] = ()  # host memory between weights that are there and their devices
 
@@ -77,7 +78,8 @@ class RankProgramBuilder(ProgramBuilder):
     def _local_ranges(self) -> tuple[list[MatrixRange], list[MatrixRange]]:
         """Matrices that need no exchange; those that are next to each other in a local tensor are one range.
 
-        First those that are computed where they are, then those that are staged: in host memory, and computed on a device.
+        First those that are computed where they are, then those that are staged: in host memory, and computed on a
+        device.
         """
         both: tuple[list[MatrixRange], list[MatrixRange]] = [], []
         for index, task in enumerate(self.plan.tasks):
@@ -92,7 +94,12 @@ class RankProgramBuilder(ProgramBuilder):
         return both
 
     def _local_batch(
-        self, batch: MatrixBatch, ortho_batch: OrthoBatch, frees: Sequence[int], in_host: Tensor | None = None, slot: int = 0
+        self,
+        batch: MatrixBatch,
+        ortho_batch: OrthoBatch,
+        frees: Sequence[int],
+        in_host: Tensor | None = None,
+        slot: int = 0,
     ) -> LocalBatch:
         """A batch with the place of its matrices in the parameters; with views of ``in_host`` where they are staged."""
         stacked = ortho_batch.stacked if in_host is None else in_host
@@ -117,14 +124,18 @@ class RankProgramBuilder(ProgramBuilder):
         """The stage of a batch of weights in host memory, and the batch in host memory."""
         memory, template = replace(self.memory, name=_STAGED[number % STAGED_IN_FLIGHT]), self.template(batch)
         size, flat = batch_size(batch), memory.flat(batch_size(batch), template)
-        return self.staging(flat.device).matrices(memory.name, (size, template.matrix_set.rows, template.matrix_set.cols), flat)
+        return self.staging(flat.device).matrices(
+            memory.name, (size, template.matrix_set.rows, template.matrix_set.cols), flat
+        )
 
     def _freed_gradients(self, local_batches: Sequence[MatrixBatch]) -> tuple[list[list[int]], list[int]]:
-        """The parameters whose gradients each wave, then each batch without exchanges, is the last to read; and all others.
+        """The parameters whose gradients each wave, then each batch without exchanges, is the last to read; and all
+        others.
 
-        Experts (8, D, D) in batches of 4: the second batch reads the gradient last and frees it. Waves read beside the main
-        stream, local batches in it: a local batch may not free a gradient that a wave may still be reading, and leaves it to the
-        end of the step. The parts of a fused weight share one gradient, and are listed under the index of the first part.
+        Experts (8, D, D) in batches of 4: the second batch reads the gradient last and frees it. Waves read beside the
+        main stream, local batches in it: a local batch may not free a gradient that a wave may still be reading, and
+        leaves it to the end of the step. The parts of a fused weight share one gradient, and are listed under the index
+        of the first part.
         """
         first_part: dict[Tensor, int] = {}
         first = [first_part.setdefault(step_param.param, k) for k, step_param in enumerate(self.step_params)]
@@ -158,7 +169,9 @@ class RankProgramBuilder(ProgramBuilder):
             self._reserve_relays(self.plan.hops, [f"slot {wave % slots}" for wave in range(len(sizes))])
 
     def _reserve_relays(self, hops: Sequence[WaveHops], places: Sequence[str]) -> None:
-        """Allocates the buffers between the hops of relayed exchanges at their largest size; ``places`` has that of each wave."""
+        """Allocates the buffers between the hops of relayed exchanges at their largest size; ``places`` has that of
+        each wave.
+        """
         for wave, (exchanges, place) in enumerate(zip(hops, places, strict=True)):
             for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
                 dtype, device = self._wire(wave)
@@ -183,8 +196,16 @@ class RankProgramBuilder(ProgramBuilder):
         self, k: int, sizes: WaveSizes, owned_batches: Sequence[tuple[MatrixBatch, OrthoBatch]], frees: Sequence[int]
     ) -> Wave:
         # plan/routes.py describes the buffers, and why the scatter may receive into what the gather has sent.
-        routes, slot, params, wire = self.routes[k], k % self.plan.options.in_flight, self.wave_params[k], self.lane_wire(k)
-        shards, gathered = self._buffer("shards", k, slot, sizes.shards), self._buffer("gathered", k, slot, sizes.gathered)
+        routes, slot, params, wire = (
+            self.routes[k],
+            k % self.plan.options.in_flight,
+            self.wave_params[k],
+            self.lane_wire(k),
+        )
+        shards, gathered = (
+            self._buffer("shards", k, slot, sizes.shards),
+            self._buffer("gathered", k, slot, sizes.gathered),
+        )
         results = self._buffer("results", k, slot, sizes.results) if sizes.results else gathered
         stage = self._stage(k, slot, sizes.shards)
         near_weights = shards if stage is None else stage.host  # the same shards, in the memory of the weights

@@ -1,7 +1,8 @@
 """Data parallel without a wrapper: every rank has its own gradients of the same weights.
 
-A wave sends each gradient to the owner of its matrix. The owner adds them up in the order of the ranks, steps with momentum that
-only it keeps, and sends the new weights to all ranks. It is the same exchange as for shards; only what travels differs.
+A wave sends each gradient to the owner of its matrix. The owner adds them up in the order of the ranks, steps with
+momentum that only it keeps, and sends the new weights to all ranks. It is the same exchange as for shards; only what
+travels differs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class _AveragedBatch:
     batch: LocalBatch  # their step, once the gradients are averaged
     shards: list[ShardView]  # their place in the parameters
     averages: list[Tensor]  # of each shard, where its averaged gradient is
-    others: list[list[Tensor] | None]  # of each rank, where its gradients arrive and its new weights leave; None is this rank
+    # of each rank, where its gradients arrive and its new weights leave; None is this rank
+    others: list[list[Tensor] | None]
     whole_averages: list[Tensor]  # the averaged gradients, matrix by matrix
 
     def run(self, step: RunningStep) -> None:
@@ -95,7 +97,9 @@ class DataParallelExecutor(Executor):
 
 
 class _DataParallelBuilder(RankProgramBuilder):
-    """The scatter carries the new weights. The gather uses the same transfers in the other direction and carries gradients."""
+    """The scatter carries the new weights. The gather uses the same transfers in the other direction and carries
+    gradients.
+    """
 
     def build(self) -> RankProgram:
         assert all(task.wave != NO_WAVE for task in self.plan.tasks), "replicated matrices are shared"
@@ -131,17 +135,25 @@ class _DataParallelBuilder(RankProgramBuilder):
             owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in batches],
         )
 
-    def _averaged_batch(self, routes: WaveRoutes, batch: MatrixBatch, received: Tensor, averages: Tensor) -> _AveragedBatch:
+    def _averaged_batch(
+        self, routes: WaveRoutes, batch: MatrixBatch, received: Tensor, averages: Tensor
+    ) -> _AveragedBatch:
         ortho_batch = self.ortho_batch(batch)
         size = ortho_batch.stacked[0].numel()
         average_at = {transfer.task: offset for transfer, offset in offsets_of(routes.staying)}
         received_at = {(transfer.target, transfer.task): offset for transfer, offset in offsets_of(routes.scatter_out)}
 
         def shards(matrices: Iterable[Tensor]) -> list[ShardView]:
-            return [shard for owned, matrix in zip(batch, matrices, strict=True) for shard in self.shard_views(owned, matrix)]
+            return [
+                shard
+                for owned, matrix in zip(batch, matrices, strict=True)
+                for shard in self.shard_views(owned, matrix)
+            ]
 
         def views_of(rank: int) -> list[Tensor]:
-            return [shard.tensor for shard in shards(received[received_at[rank, matrix.task] :][:size] for matrix in batch)]
+            return [
+                shard.tensor for shard in shards(received[received_at[rank, matrix.task] :][:size] for matrix in batch)
+            ]
 
         whole_averages = [averages[average_at[matrix.task] :][:size] for matrix in batch]
         of_averages = [shard.tensor for shard in shards(whole_averages)]

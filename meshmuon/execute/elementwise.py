@@ -2,10 +2,11 @@
 
 ``Elementwise`` is all of it, in torch's own operations. ``FusedElementwise`` is its twin for GPUs: one launch per list.
 
-The same element may be the 10th of a rank's shard and the 1000th of the whole tensor, and must get the same bits. torch's CPU
-kernels process most elements of a tensor in vectors and the last few one by one. Operations that round once (a product, a sum)
-give one result either way. ``a + alpha·b`` rounds once or twice, depending on whether the compiler fused the two. It is used
-where a trial shows that all elements are rounded in the same way; elsewhere it is two operations.
+The same element may be the 10th of a rank's shard and the 1000th of the whole tensor, and must get the same bits.
+torch's CPU kernels process most elements of a tensor in vectors and the last few one by one. Operations that round once
+(a product, a sum) give one result either way. ``a + alpha·b`` rounds once or twice, depending on whether the compiler
+fused the two. It is used where a trial shows that all elements are rounded in the same way; elsewhere it is two
+operations.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
 
 @dataclass(frozen=True, slots=True)
 class OldMomenta:
-    """Momenta, and copies of what they were before the step. Where they are in int8, both are quanta, and scales beside them."""
+    """Momenta, and copies of what they were before the step. Where they are in int8, both are quanta, and scales
+    beside them.
+    """
 
     momenta: list[Tensor]
     before: list[Tensor]
@@ -52,10 +55,11 @@ _TRIAL_SIZES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 65)
 
 @lru_cache
 def adds_uniformly(total: torch.dtype, addend: torch.dtype) -> bool:
-    """Whether ``total.add_(addend, alpha=…)`` on this CPU rounds every element in the same way, at any length and stride.
+    """Whether ``total.add_(addend, alpha=…)`` on this CPU rounds every element in the same way, at any length and
+    stride.
 
-    In 16 bits it usually does not: the last elements are rounded once more than the others. Elements with gaps between them, as
-    the parts of an interleaved weight have, are processed one by one too.
+    In 16 bits it usually does not: the last elements are rounded once more than the others. Elements with gaps between
+    them, as the parts of an interleaved weight have, are processed one by one too.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     a, b = (torch.rand(520, generator=generator, device="cpu").to(dtype) for dtype in (total, addend))
@@ -84,7 +88,8 @@ def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tenso
     """M ← retain·M + gain·G."""
     grads = _scaled(grads, gain)
     if not isinstance(retain, Tensor) and momenta[0].device.type == "cpu" and any(is_narrow(m.dtype) for m in momenta):
-        for buffer, grad in zip(momenta, grads, strict=True):  # batched, a factor would be rounded to the buffer's 16 bits
+        # batched, a factor would be rounded to the buffer's 16 bits
+        for buffer, grad in zip(momenta, grads, strict=True):
             buffer.mul_(retain).add_(grad)
         return
     torch._foreach_mul_(momenta, retain)
@@ -105,7 +110,12 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], 
 
 
 def fill_with_momentum(
-    views: Tensors | None, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None, gain: float = 1.0
+    views: Tensors | None,
+    grads: Tensors,
+    momenta: Tensors,
+    retain: float | Tensor,
+    momentum: float | None,
+    gain: float = 1.0,
 ) -> None:
     """M ← retain·M + gain·G; if there are views, V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
     grads = _scaled(grads, gain)
@@ -130,9 +140,9 @@ def apply(
 ) -> None:
     """p ← p·decay − rate·update, without waiting for the device when lr is a tensor there. May overwrite ``updates``.
 
-    With ``cautious``, only elements whose update is zero or moves them towards zero decay. The parameters have one dtype, and so
-    have the updates. Parameters of 16 bits are formed in float32, in ``scratch``, and rounded once; stochastically with
-    ``counters``.
+    With ``cautious``, only elements whose update is zero or moves them towards zero decay. The parameters have one
+    dtype, and so have the updates. Parameters of 16 bits are formed in float32, in ``scratch``, and rounded once;
+    stochastically with ``counters``.
     """
     if is_narrow(params[0].dtype):
         scratch = RoundingScratch() if scratch is None else scratch
@@ -149,8 +159,12 @@ def apply(
     if not isinstance(rate, Tensor) and _all_add_uniformly(params, updates):
         torch._foreach_add_(params, updates, alpha=-rate)
     else:
-        if updates[0].dtype != params[0].dtype:  # from a wire of 16 bits: the product must not be rounded to these again
-            narrow, updates = updates, (scratch or scratch_for(params[0].device)).take_like("update", updates, params[0].dtype)
+        # from a wire of 16 bits: the product must not be rounded to these again
+        if updates[0].dtype != params[0].dtype:
+            narrow, updates = (
+                updates,
+                (scratch or scratch_for(params[0].device)).take_like("update", updates, params[0].dtype),
+            )
             torch._foreach_copy_(updates, narrow)
         torch._foreach_mul_(updates, rate)
         torch._foreach_add_(updates, 0.0)  # −0 becomes 0: at rate 0 a weight of −0 keeps its sign
@@ -158,7 +172,9 @@ def apply(
 
 
 class Elementwise:
-    """What a step does to elements. Lists that belong together have equal lengths and shapes; gradients are only read."""
+    """What a step does to elements. Lists that belong together have equal lengths and shapes; gradients are only
+    read.
+    """
 
     def compile(self, work: Callable[[], object]) -> None:
         """Compiles the kernels that ``work`` would launch, and writes no element; only where there are any."""
@@ -180,7 +196,8 @@ class Elementwise:
         if in_int8:
             for k, (grad, buffer) in enumerate(zip(grads, in_int8, strict=True)):
                 numbers = buffer.numbers()
-                before = numbers.clone() if isinstance(retain, Tensor) else None  # a device that must skip the step retains 1
+                # a device that must skip the step retains 1
+                before = numbers.clone() if isinstance(retain, Tensor) else None
                 self.fill(None if views is None else [views[k]], [grad], [numbers], retain, momentum, gain)
                 buffer.store(numbers, None if before is None else numbers != before)
             return
@@ -224,11 +241,16 @@ class Elementwise:
         apply(params, numbers, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
         if old_momenta:
             of_rows = first_columns(finite[: len(old_momenta.scales)], old_momenta.scales)
-            now, old = [*params, *old_momenta.momenta, *old_momenta.scales], old_momenta.before + old_momenta.scales_before
+            now, old = (
+                [*params, *old_momenta.momenta, *old_momenta.scales],
+                old_momenta.before + old_momenta.scales_before,
+            )
             for target, value, stays in zip(now, before + old, [*finite, *finite, *of_rows], strict=True):
                 target.copy_(torch.where(stays, target, value))
 
-    def numbers(self, updates: Sequence[Numbers], params: Sequence[Tensor], scratch: RoundingScratch | None) -> list[Tensor]:
+    def numbers(
+        self, updates: Sequence[Numbers], params: Sequence[Tensor], scratch: RoundingScratch | None
+    ) -> list[Tensor]:
         """The updates of ``params``, as they are or, where they are in int8, all of them or none, in ``scratch``."""
         tensors = [update for update in updates if isinstance(update, Tensor)]
         if tensors or not updates:
@@ -239,7 +261,9 @@ class Elementwise:
         return tensors
 
     def copy(self, targets: Sequence[Numbers], sources: Sequence[Numbers]) -> None:
-        """Copies each source to its target; either list may be in int8. See ``quantise`` for blocks that targets cut."""
+        """Copies each source to its target; either list may be in int8. See ``quantise`` for blocks that targets
+        cut.
+        """
         into = [target for target in targets if isinstance(target, Int8Blocks)]
         out_of = [source for source in sources if isinstance(source, Int8Blocks)]
         to, of = ([numbers for numbers in of_list if isinstance(numbers, Tensor)] for of_list in (targets, sources))

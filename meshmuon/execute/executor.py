@@ -28,16 +28,18 @@ from .weight_sums import reduce_tables
 class StepExecutor(ABC):
     """Runs what Muon does in an optimizer's step. The optimizer calls it, on every rank that takes part in the step:
 
-    1. ``prepare``: once per plan, after all ranks have agreed on the plan and before any piece travels. It makes buffers and
-       views. When it returns, ``plan`` is the plan. If a rank cannot make something that belongs to the plan, the optimizer calls
-       ``discard`` on all ranks, and none of them runs.
+    1. ``prepare``: once per plan, after all ranks have agreed on the plan and before any piece travels. It makes
+       buffers and views. When it returns, ``plan`` is the plan. If a rank cannot make something that belongs to the
+       plan, the optimizer calls ``discard`` on all ranks, and none of them runs.
     2. ``warm_up``: on all ranks after all of them have prepared the same plan, or on none.
-    3. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same step, because
-       they exchange with each other in it. ``step_params`` is in the order of ``plan.params`` at every call; the tensors and
-       numbers in it may change, their shapes, dtypes, devices, schemes and rules may not. ``idle``
-       parameters have no gradient on any rank and are not stepped; except for private ones, they are the same on all ranks.
-    4. ``during_last_scatter``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before the last
-       results are waited for. The optimizer steps AdamW's parameters there; if that communicates, then on all ranks.
+    3. ``run``: once per step after that, until another plan is prepared. All ranks of the plan call it in the same
+       step, because they exchange with each other in it. ``step_params`` is in the order of ``plan.params`` at every
+       call; the tensors and numbers in it may change, their shapes, dtypes, devices, schemes and rules may not.
+       ``idle`` parameters have no gradient on any rank and are not stepped; except for private ones, they are the same
+       on all ranks.
+    4. ``during_last_scatter``: ``run`` calls it exactly once, after the last matrix has been orthogonalised and before
+       the last results are waited for. The optimizer steps AdamW's parameters there; if that communicates, then on all
+       ranks.
 
     ``workspace_bytes`` may be called at any time, on any rank; it does not communicate.
     """
@@ -45,9 +47,11 @@ class StepExecutor(ABC):
     def __init__(self, settings: ExecutorSettings) -> None:
         self.settings = settings  # the optimizer replaces them, on all ranks, if a kernel does not run on one of them
         self.plan: Plan | None = None
-        self.failed_for_all = False  # whether matrices failed in the last ``run``, and all ranks know it; the same on all ranks
+        # whether matrices failed in the last ``run``, and all ranks know it; the same on all ranks
+        self.failed_for_all = False
         self.elementwise = Elementwise()  # does the elementwise work; chosen when a plan is prepared
-        self.checked: Sequence[CheckedUpdates] = ()  # by the last ``run``, on this rank; none unless updates are guarded
+        # by the last ``run``, on this rank; none unless updates are guarded
+        self.checked: Sequence[CheckedUpdates] = ()
 
     @abstractmethod
     def prepare(self, plan: Plan, rank: int, step_params: Sequence[StepParam], exchange: Exchange | None) -> None:
@@ -61,7 +65,9 @@ class StepExecutor(ABC):
         """
 
     def warm_up(self, attempt: int) -> None:
-        """Meets all ranks that ``run`` exchanges with; ``attempt`` is a number that no other call has, equal on all ranks."""
+        """Meets all ranks that ``run`` exchanges with; ``attempt`` is a number that no other call has, equal on all
+        ranks.
+        """
         return
 
     def discard(self) -> None:
@@ -80,8 +86,8 @@ class StepExecutor(ABC):
         """One step of all parameters but the ``idle`` ones, which are indices of ``step_params``; ``observer`` sees it.
 
         Returns:
-            The first error on this rank in a step that was completed: all exchanges have taken place, so that no other rank waits
-            for this one. An error that is raised instead has left the step half done.
+            The first error on this rank in a step that was completed: all exchanges have taken place, so that no other
+            rank waits for this one. An error that is raised instead has left the step half done.
         """
 
     def workspace_bytes(self) -> int:
@@ -104,7 +110,9 @@ class Executor(StepExecutor):
         self.discard()  # before the new buffers are made: both at a time might not fit
         with torch.inference_mode(False):  # buffers made inside inference_mode cannot be written outside of it
             self._program = self._builder()(plan, rank, step_params, exchange, self._workspace, self.settings).build()
-        devices = sorted((step_param.work_device for step_param in step_params), key=lambda device: device.type == "cpu")
+        devices = sorted(
+            (step_param.work_device for step_param in step_params), key=lambda device: device.type == "cpu"
+        )
         self._streams = streams_for(devices[0]) if devices else None
         fuses = bool(devices) and self.settings.fuses(devices[0])
         self.elementwise = FusedElementwise(devices[0]) if fuses else Elementwise()
@@ -119,15 +127,20 @@ class Executor(StepExecutor):
         hops = [hop for each in exchanging for exchange in (each.gather, each.scatter) for hop in exchange.hops]
         if (exchange := self._exchange) is None or self._meets_on is None:
             return
-        # As many on all ranks, which all have these hops. Without any, metrics and masks are reduced, which connects ranks too.
+        # As many on all ranks, which all have these hops. Without any, metrics and masks are reduced, which connects
+        # ranks too.
         for device in dict.fromkeys(hop.sent.device for hop in hops) or (self._meets_on,):
             splits = [(hop.received_splits, hop.sent_splits) for hop in hops if hop.sent.device == device]
             nothing = exchange.splits({}), exchange.splits({})
-            received, sent = ([max(counts) for counts in zip(*each, strict=True)] for each in zip(nothing, *splits, strict=True))
+            received, sent = (
+                [max(counts) for counts in zip(*each, strict=True)] for each in zip(nothing, *splits, strict=True)
+            )
             exchange.warm_up(received, sent, device, attempt)
 
     def _dry_step(self, step_params: Sequence[StepParam]) -> RunningStep:
-        """A step of which only the kernels are compiled, without streams: nothing that it launches writes an element."""
+        """A step of which only the kernels are compiled, without streams: nothing that it launches writes an
+        element.
+        """
         idle = frozenset(k for k, each in enumerate(step_params) if each.zeros is None and each.param.grad is None)
         exchange = cast("Exchange", _NoExchange())
         return RunningStep(step_params, idle, UNOBSERVED, exchange, self.elementwise, only_compiles=True)
@@ -161,7 +174,8 @@ class Executor(StepExecutor):
         program, streams, idle = self._program, step.streams, step.idle
         waves = [wave.run(step) for wave in program.waves]
         rule_states = [rule_state.run(step) for rule_state in program.rule_states if not rule_state.params <= idle]
-        unfinished: list[Iterator[None]] = []  # staged batches whose updates the host applies while the last results travel
+        # staged batches whose updates the host applies while the last results travel
+        unfinished: list[Iterator[None]] = []
 
         def run_local_batches() -> None:
             advance(rule_states)
@@ -219,12 +233,13 @@ def run_pipeline(
     during_last_scatter: Callable[[], None],
     finish: Callable[[Sequence[Iterator[None]]], None] | None = None,
 ) -> None:
-    """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` found (``plan/schedule.py``).
+    """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` found
+    (``plan/schedule.py``).
 
-    The waves are generators that yield twice: after sending their pieces, and after sending their results; one that sends these
-    in a turn of its own yields before it as well. Four waves, three in flight: gather 0, gather 1, local, compute 0, gather 2,
-    compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3. Waves that have nothing between them
-    are finished together, by ``finish_all`` unless ``finish`` is given.
+    The waves are generators that yield twice: after sending their pieces, and after sending their results; one that
+    sends these in a turn of its own yields before it as well. Four waves, three in flight: gather 0, gather 1, local,
+    compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3. Waves
+    that have nothing between them are finished together, by ``finish_all`` unless ``finish`` is given.
     """
     order, finish = iter(order), finish or finish_all
     for action, wave in order:
@@ -266,7 +281,9 @@ def finish_all(generators: Iterable[Iterator[None]]) -> None:
 
 
 def guarded(action: Callable[[], None], failures: list[Exception]) -> None:
-    """Runs ``action`` and keeps its error for the end of the step: other ranks wait for what this one still has to send."""
+    """Runs ``action`` and keeps its error for the end of the step: other ranks wait for what this one still has to
+    send.
+    """
     try:
         action()
     except TransportError:

@@ -55,7 +55,8 @@ class FusedElementwise(Elementwise):
             yield
         except Exception as error:
             raise KernelError(
-                f"kernels over lists of tensors do not run on {self._device}: {type(error).__name__}: {error}. If that cannot be "
+                f"kernels over lists of tensors do not run on {self._device}: {type(error).__name__}: {error}. If "
+                "that cannot be "
                 'mended, pass kernels="torch".'
             ) from error
 
@@ -100,7 +101,9 @@ class FusedElementwise(Elementwise):
         kept = () if old_momenta is None else (old_momenta.momenta, old_momenta.before)
         entries = [_with_joined_columns(operands) for operands in zip(params, updates, *kept, strict=True)]
         # The random bits of an element follow from its place in all dims.
-        joins = counters is not None and any(len(u.shape) != param.dim() for u, param in zip(updates, params, strict=True))
+        joins = counters is not None and any(
+            len(u.shape) != param.dim() for u, param in zip(updates, params, strict=True)
+        )
         if joins or any(entry is None for entry in entries):
             updates = self.numbers(updates, params, scratch)
             entries = [list(operands) for operands in zip(params, updates, *kept, strict=True)]
@@ -108,16 +111,27 @@ class FusedElementwise(Elementwise):
         assert old_momenta or not others, "the parameters have one dtype, and so have the updates"
         if not fused or others:
             self._plain.apply(
-                params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch, old_momenta=old_momenta
+                params,
+                updates,
+                decay,
+                rate,
+                cautious=cautious,
+                counters=counters,
+                scratch=scratch,
+                old_momenta=old_momenta,
             )
             return
-        hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
+        hashed = (
+            None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
+        )
         params, changes, *guarded = operands
         both = (guarded[0], guarded[1]) if guarded else None
         self._kernels.apply(params, changes, decay, rate, cautious=cautious, counters=hashed, old_momenta=both)
         if old_momenta is not None and old_momenta.scales:
             seen = [update.scales[..., 1:] if isinstance(update, Int8Blocks) else update for update in updates]
-            self._kernels.restore(old_momenta.scales, old_momenta.scales_before, first_columns(seen, old_momenta.scales))
+            self._kernels.restore(
+                old_momenta.scales, old_momenta.scales_before, first_columns(seen, old_momenta.scales)
+            )
 
     def copy(self, targets: Sequence[Numbers], sources: Sequence[Numbers]) -> None:
         for fused, _, (t, s) in _by_dtype(zip(targets, sources, strict=True)):
@@ -152,7 +166,9 @@ _FUSED = {torch.float32, torch.bfloat16, torch.float16, torch.int8}
 
 
 def _with_joined_columns(operands: Sequence[Numbers | None]) -> Sequence[Any] | None:
-    """``operands`` of equal elements; if one is in int8, all with their columns as one dim. None if there is no such view."""
+    """``operands`` of equal elements; if one is in int8, all with their columns as one dim. None if there is no
+    such view.
+    """
     blocks = [numbers for numbers in operands if isinstance(numbers, Int8Blocks)]
     if any(numbers is None for numbers in operands):
         return None

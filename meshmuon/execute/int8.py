@@ -1,18 +1,19 @@
 """Numbers as int8 with one scale per block: the quantiser of what travels and of what is stored in int8.
 
-A block is up to 128 consecutive elements of a row of a matrix: columns 0 to 127, 128 to 255, and so on, counted from the first
-column of the whole matrix (its last dim, as stored). The last block of a row may be shorter. Columns ``first`` to ``first + n``
-touch ``blocks_in(n, first)`` blocks per row. Whole blocks get the bits that the whole matrix would get. Who writes a part of a
-block must know all of it.
+A block is up to 128 consecutive elements of a row of a matrix: columns 0 to 127, 128 to 255, and so on, counted from
+the first column of the whole matrix (its last dim, as stored). The last block of a row may be shorter. Columns
+``first`` to ``first + n`` touch ``blocks_in(n, first)`` blocks per row. Whole blocks get the bits that the whole matrix
+would get. Who writes a part of a block must know all of it.
 
 - ``quantise(numbers, into)`` writes lists of numbers as quanta and scales.
 - ``dequantise(of, out)`` is quanta · scale, which is exact in float32; ``out`` rounds to its dtype.
 - ``round_to_int8(numbers)`` is both in place: what arrives after a journey in int8.
-- ``scales_from(largest)`` and ``quanta_of(numbers, scales)`` are the halves of ``quantise``, for scales that are found elsewhere.
+- ``scales_from(largest)`` and ``quanta_of(numbers, scales)`` are the halves of ``quantise``, for scales that are found
+  elsewhere.
 
 The scale is amax/127 in float32, rounded up to bfloat16: the range of float32 in 2 bytes per 128 elements (1.6 %).
-A quantum is number/scale, rounded to the nearest integer, of two nearest to the even one. Numbers of float64 are rounded to
-float32 first. The ends of the range:
+A quantum is number/scale, rounded to the nearest integer, of two nearest to the even one. Numbers of float64 are
+rounded to float32 first. The ends of the range:
 
 | block | scale | what comes back |
 |---|---|---|
@@ -21,8 +22,8 @@ float32 first. The ends of the range:
 | amax near the end of float32 | at most 2.68e36, so that 127 · scale is finite | finite; numbers beyond 127 · scale become that |
 | a number is infinite or NaN | NaN | NaN in all of the block; the quanta are 0 |
 
-Every operation rounds once (a product, a true division, rounding to an integer), so all kinds of CPU give the same bits, wherever
-an element lies; so does the twin in ``list_kernels``.
+Every operation rounds once (a product, a true division, rounding to an integer), so all kinds of CPU give the same
+bits, wherever an element lies; so does the twin in ``list_kernels``.
 """
 
 from __future__ import annotations
@@ -72,10 +73,14 @@ class Int8Blocks:
 
     def part_of(self, numbers: Tensor) -> Tensor:
         """What is for these elements in numbers that may also have the rest of the blocks that are cut."""
-        return numbers[..., self.first : self.first + self.shape[-1]] if numbers.shape[-1] != self.shape[-1] else numbers
+        return (
+            numbers[..., self.first : self.first + self.shape[-1]] if numbers.shape[-1] != self.shape[-1] else numbers
+        )
 
     def by_length(self, numbers: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-        """The length of blocks, and their ``numbers``, quanta and scales: of a cut first one, of whole ones, of a short one."""
+        """The length of blocks, and their ``numbers``, quanta and scales: of a cut first one, of whole ones, of a
+        short one.
+        """
         if not self.first and not self.shape[-1] % BLOCK:
             yield BLOCK, (numbers, self.quanta, self.scales)
             return
@@ -125,7 +130,9 @@ def quantise(numbers: Sequence[Tensor], into: Sequence[Int8Blocks]) -> None:
 
 
 def quanta_of(numbers: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
-    """The quanta of float32 ``numbers``, as float32; ``scales``, broadcast to them, are those of the whole blocks in float32."""
+    """The quanta of float32 ``numbers``, as float32; ``scales``, broadcast to them, are those of the whole blocks
+    in float32.
+    """
     ratios = torch.div(numbers, scales, out=out).round_()
     if known_to_host(scales) and scales.max() < MOST_SCALE:  # neither NaN nor one whose 127-fold is exceeded
         return ratios
@@ -133,9 +140,13 @@ def quanta_of(numbers: Tensor, scales: Tensor, out: Tensor | None = None) -> Ten
 
 
 def dequantise(of: Sequence[Int8Blocks], out: Sequence[Tensor]) -> None:
-    """``out`` ← quanta · scale, computed in float32 and rounded to the dtype of ``out``. Its columns may be several dims."""
+    """``out`` ← quanta · scale, computed in float32 and rounded to the dtype of ``out``. Its columns may be several
+    dims.
+    """
     for chunk in _chunks([target.view(source.shape) for target, source in zip(out, of, strict=True)], of):
-        for length, (targets, quanta, scales) in _by_length([rows for rows, _ in chunk], [source for _, source in chunk]):
+        for length, (targets, quanta, scales) in _by_length(
+            [rows for rows, _ in chunk], [source for _, source in chunk]
+        ):
             numbers, of_parts = _in_one("numbers", targets, torch.float32)
             torch._foreach_copy_(of_parts, quanta)
             narrow, of_scales = _in_one("scales", scales, torch.int8)
@@ -159,7 +170,9 @@ _AT_ONCE = 1 << 19  # elements
 
 
 def _chunks(numbers: Sequence[Tensor], blocks: Sequence[Int8Blocks]) -> Iterator[list[tuple[Tensor, Int8Blocks]]]:
-    """Whole rows of numbers and of their blocks. Large tensors are cut, small ones share a chunk: each takes many operations."""
+    """Whole rows of numbers and of their blocks. Large tensors are cut, small ones share a chunk: each takes many
+    operations.
+    """
     rows = (
         (of_tensor[cut], of_blocks[cut]) if cut else (of_tensor, of_blocks)
         for of_tensor, of_blocks in zip(numbers, blocks, strict=True)

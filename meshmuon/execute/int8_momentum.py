@@ -1,4 +1,6 @@
-"""Momentum in int8 while a step works on it: numbers from blocks, and blocks from numbers. ``int8`` says what a block is."""
+"""Momentum in int8 while a step works on it: numbers from blocks, and blocks from numbers. ``int8`` says what a
+block is.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from .views import Cut, cut_out
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardBlocks:
-    """The blocks of a shard's matrix of which this rank has the scales, and in which of them the shard's columns are."""
+    """The blocks of a shard's matrix of which this rank has the scales, and in which of them the shard's columns
+    are.
+    """
 
     of_matrix: slice  # the columns of the local scales
     index: Tensor  # of each column of the shard, all dims as one: its block, counted from the first of the matrix here
@@ -25,11 +29,14 @@ class ShardBlocks:
 class MomentumBlocks:
     """The scales of a parameter's momentum in int8, and the blocks of the columns that this rank holds."""
 
-    shape: tuple[int, ...]  # of the scales, over all ranks: that of the parameter, with the blocks of a row for its columns
+    # of the scales, over all ranks: that of the parameter, with the blocks of a row for its columns
+    shape: tuple[int, ...]
     index: Tensor  # with the local sizes of the dims that are columns: of each column, its block among the local scales
-    of_matrix: dict[StridedRange | None, slice]  # by the columns of a window, None for all: the blocks of its matrices here
+    # by the columns of a window, None for all: the blocks of its matrices here
+    of_matrix: dict[StridedRange | None, slice]
     shared: bool = False  # ranks or shards share blocks: their scales are found before any shard is filled
-    reduced_axes: tuple[int, ...] = ()  # axes of the mesh along which ranks share blocks, and along which scales are replicated
+    # axes of the mesh along which ranks share blocks, and along which scales are replicated
+    reduced_axes: tuple[int, ...] = ()
     unseen: bool = False  # some of these ranks have no columns of a matrix, but its scales
 
     def of_shard(self, part: MatrixSet, cut: Cut | None) -> ShardBlocks:
@@ -52,8 +59,8 @@ class MomentumBlocks:
 class Int8Momentum:
     """The momentum of a shard in int8.
 
-    ``store`` finds the scales of its blocks. Where ranks share blocks, the step has found and stored them before any shard is
-    filled, and ``old_scales`` are those that ``quanta`` still have.
+    ``store`` finds the scales of its blocks. Where ranks share blocks, the step has found and stored them before any
+    shard is filled, and ``old_scales`` are those that ``quanta`` still have.
     """
 
     quanta: Tensor  # a cut of the local tensor: rows, then columns, each of one or more dims
@@ -65,7 +72,9 @@ class Int8Momentum:
     def whole(cls, quanta: Tensor, scales: Tensor, blocks: MomentumBlocks) -> Int8Momentum:
         """All momentum that a rank has of a parameter: its local tensors."""
         everything = slice(None)
-        return cls(quanta, blocks.scales_of(scales, 0, None, everything), ShardBlocks(everything, blocks.index.flatten(), None))
+        return cls(
+            quanta, blocks.scales_of(scales, 0, None, everything), ShardBlocks(everything, blocks.index.flatten(), None)
+        )
 
     def numbers(self) -> Tensor:
         """The momentum in float32, in separate memory."""
@@ -80,7 +89,9 @@ class Int8Momentum:
         return numbers.view(self.quanta.shape)
 
     def as_blocks(self) -> Int8Blocks | None:
-        """Its blocks, if they are whole and in order, and if its columns can be viewed as one dim and its scales as bytes."""
+        """Its blocks, if they are whole and in order, and if its columns can be viewed as one dim and its scales as
+        bytes.
+        """
         first = self.blocks.first
         if first is None or self.scales.stride(-1) != 1:
             return None
@@ -91,7 +102,9 @@ class Int8Momentum:
             return None
 
     def store(self, numbers: Tensor, changed: Tensor | None = None) -> None:
-        """Stores ``numbers``. Blocks without a ``changed`` element, if that is given, stay: rounded again, they might change."""
+        """Stores ``numbers``. Blocks without a ``changed`` element, if that is given, stay: rounded again, they
+        might change.
+        """
         if not numbers.numel():
             return
         blocks = self.as_blocks()
@@ -107,11 +120,15 @@ class Int8Momentum:
         self.quanta.copy_(quanta.view(self.quanta.shape))
 
     def store_scales(self, largest: Tensor, changed: Tensor) -> None:
-        """Stores the scales of blocks with these ``largest`` magnitudes where ``changed`` is not 0; both are (rows, blocks)."""
+        """Stores the scales of blocks with these ``largest`` magnitudes where ``changed`` is not 0; both are (rows,
+        blocks).
+        """
         self.scales.copy_(torch.where(changed > 0, as_stored(scales_from(largest)), self.scales))
 
     def largest(self, numbers: Tensor) -> Tensor:
-        """The largest magnitude of ``numbers`` in each block, (rows, blocks); infinite where one of them is not finite."""
+        """The largest magnitude of ``numbers`` in each block, (rows, blocks); infinite where one of them is not
+        finite.
+        """
         blocks = torch.zeros_like(self.scales, dtype=torch.float32)
         if not numbers.numel():
             return blocks

@@ -1,7 +1,8 @@
 """Launches the kernels of ``triton_elements``: one launch for a whole list of tensors.
 
-torch's own ``_foreach`` operations launch one kernel per tensor unless all tensors have one dtype and equal strides, which pieces
-of sharded matrices do not have. The table of a list is written again only if an address or a stride has changed.
+torch's own ``_foreach`` operations launch one kernel per tensor unless all tensors have one dtype and equal strides,
+which pieces of sharded matrices do not have. The table of a list is written again only if an address or a stride has
+changed.
 """
 
 from __future__ import annotations
@@ -37,14 +38,19 @@ TILE, TILE_OF_BLOCKS = 2048, 1024
 class ListTable:
     """The table of a list of tensors on one device, and how a kernel is launched over it.
 
-    ``operands`` has one list per operand; numbers at the same place have the same shape. The last ``broadcast`` ones are read
-    element by element. Where numbers are in int8, or are to be rounded ``in_blocks``, a row of a tile is whole blocks of the
-    innermost dim. Scales are further operands, behind all others. Where the first operand has a part of its last block only,
-    ``behind`` are the columns that are missing.
+    ``operands`` has one list per operand; numbers at the same place have the same shape. The last ``broadcast`` ones
+    are read element by element. Where numbers are in int8, or are to be rounded ``in_blocks``, a row of a tile is whole
+    blocks of the innermost dim. Scales are further operands, behind all others. Where the first operand has a part of
+    its last block only, ``behind`` are the columns that are missing.
     """
 
     def __init__(
-        self, operands: Sequence[Sequence[Numbers]], broadcast: int = 0, behind: Sequence[int] = (), *, in_blocks: bool = False
+        self,
+        operands: Sequence[Sequence[Numbers]],
+        broadcast: int = 0,
+        behind: Sequence[int] = (),
+        *,
+        in_blocks: bool = False,
     ) -> None:
         of_blocks = [[n for n in numbers if isinstance(n, Int8Blocks)] for numbers in operands]
         vectors = [[n.quanta if isinstance(n, Int8Blocks) else n for n in numbers] for numbers in operands]
@@ -87,7 +93,8 @@ class ListTable:
         empty = copy(self)
         empty.tensors, empty.tiles = min(1, self.tensors), min(1, self.tiles)
         head = [0, 1, 0, 0, *[1] * (DIMS - 1), 0]
-        operands = [self.numbers.data_ptr(), *[0] * DIMS] * ((self.width - len(head)) // (1 + DIMS))  # memory that may be read
+        # memory that may be read
+        operands = [self.numbers.data_ptr(), *[0] * DIMS] * ((self.width - len(head)) // (1 + DIMS))
         empty.numbers = copy_to(torch.tensor([*head, *operands], device="cpu"), self.numbers.device)
         return empty
 
@@ -95,8 +102,8 @@ class ListTable:
 def _rows(tensors: Sequence[Tensor], *, by_rows: bool = False) -> list[list[int]]:
     """Rows of the table for one tensor of each operand: sizes, then address and strides per operand.
 
-    Neighbouring dims are joined if the strides of all operands allow it; not the innermost one if ``by_rows``. A tensor of too
-    many dims takes several rows.
+    Neighbouring dims are joined if the strides of all operands allow it; not the innermost one if ``by_rows``. A tensor
+    of too many dims takes several rows.
     """
     shape = tensors[0].shape
     if not tensors[0].numel():
@@ -107,7 +114,9 @@ def _rows(tensors: Sequence[Tensor], *, by_rows: bool = False) -> list[list[int]
         step = [tensor.stride(dim) for tensor in tensors]
         if shape[dim] == 1 and (sizes or not by_rows):
             continue
-        if len(sizes) > by_rows and all(outer == inner * sizes[0] for outer, inner in zip(step, strides[0], strict=True)):
+        if len(sizes) > by_rows and all(
+            outer == inner * sizes[0] for outer, inner in zip(step, strides[0], strict=True)
+        ):
             sizes[0] *= shape[dim]
         else:
             sizes.insert(0, shape[dim])
@@ -127,7 +136,8 @@ def _rows(tensors: Sequence[Tensor], *, by_rows: bool = False) -> list[list[int]
 
 
 def _is_dense(row: Sequence[int], operands: int, vector: int) -> bool:
-    """Whether the first operands of a row can move in vectors of 16 bytes: elements adjacent, lines at multiples of them.
+    """Whether the first operands of a row can move in vectors of 16 bytes: elements adjacent, lines at multiples of
+    them.
 
     ``vector`` is the number of elements of which all have 16 bytes or more.
     """
@@ -135,12 +145,15 @@ def _is_dense(row: Sequence[int], operands: int, vector: int) -> bool:
     places = [row[at : at + 1 + DIMS] for at in range(2 + DIMS, 2 + DIMS + operands * (1 + DIMS), 1 + DIMS)]
     whole = before == behind == 0 and sizes[-1] % vector == 0
     return whole and all(
-        address % 16 == 0 and inner == 1 and all(stride % vector == 0 for stride in outer) for address, *outer, inner in places
+        address % 16 == 0 and inner == 1 and all(stride % vector == 0 for stride in outer)
+        for address, *outer, inner in places
     )
 
 
 class ListKernels:
-    """Launches the kernels. Keeps the tables of the last lists: in steady state tensors are where they were a step ago."""
+    """Launches the kernels. Keeps the tables of the last lists: in steady state tensors are where they were a step
+    ago.
+    """
 
     MOST_TABLES = 2048
 
@@ -218,8 +231,8 @@ class ListKernels:
     ) -> None:
         """p ← p·decay − rate·update, rounded once.
 
-        Stochastically with ``counters``: of each tensor the hashed rows and columns of its elements, and its counter. With
-        ``old_momenta``, momenta and what they were, elements whose update is not finite keep weight and momentum.
+        Stochastically with ``counters``: of each tensor the hashed rows and columns of its elements, and its counter.
+        With ``old_momenta``, momenta and what they were, elements whose update is not finite keep weight and momentum.
         """
         operands: list[Sequence[Numbers]] = [params, updates, *(old_momenta or ())]
         if counters is not None:
@@ -246,14 +259,20 @@ class ListKernels:
         """
         behind: list[int] = []
         if isinstance(targets[0], Int8Blocks):
-            pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if isinstance(target, Int8Blocks)]
+            pairs = [
+                (target, source)
+                for target, source in zip(targets, sources, strict=True)
+                if isinstance(target, Int8Blocks)
+            ]
             sources = [target.part_of(source) for target, source in pairs if isinstance(source, Tensor)]
             behind = [source.shape[-1] - target.first - target.shape[-1] for target, source in pairs]
         table = self._table(targets, sources, behind=behind, in_blocks=through_int8)
         self._launch(table, copy_kernel, through_int8=through_int8, **_kinds([targets, sources], 2))
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
-        """Fills ``tensors`` with ``value`` where ``mask``, on the device, broadcast and constant along rows, is not 0."""
+        """Fills ``tensors`` with ``value`` where ``mask``, on the device, broadcast and constant along rows, is not
+        0.
+        """
         (bits,) = struct.unpack("i", struct.pack("f", value))
         kinds = {"kind_0": KINDS[tensors[0].dtype], "kind_1": KINDS[mask.dtype]}
         table = self._table(tensors, [mask.expand(tensor.shape) for tensor in tensors], broadcast=1)
@@ -275,4 +294,5 @@ def _kinds(operands: Sequence[Sequence[Numbers]], count: int) -> dict[str, int]:
 
 
 def _as_arguments(*scalars: float | Tensor) -> list[float | Tensor]:
-    return [scalar if isinstance(scalar, Tensor) else float(scalar) for scalar in scalars]  # an int would recompile the kernel
+    # an int would recompile the kernel
+    return [scalar if isinstance(scalar, Tensor) else float(scalar) for scalar in scalars]

@@ -48,7 +48,8 @@ class StagedBatch:
     stage: Stage  # between that memory and the ``ortho_batch``
 
     def run(self, step: RunningStep) -> Iterator[None]:
-        """Yields when its matrices are on their way to the device, and when the device has been given them to orthogonalise.
+        """Yields when its matrices are on their way to the device, and when the device has been given them to
+        orthogonalise.
 
         Other batches can be copied meanwhile.
         """

@@ -43,7 +43,8 @@ MATRICES = "matrices"
 class BatchMemory:
     """Where batches are orthogonalised. Those of one ``name`` share their memory, those of one workspace their scratch.
 
-    Batches of one kind (name, shape, dtypes, scheme) have the same addresses: they share one ``PreparedOrtho`` or CUDA graph.
+    Batches of one kind (name, shape, dtypes, scheme) have the same addresses: they share one ``PreparedOrtho`` or CUDA
+    graph.
     """
 
     workspace: Workspace
@@ -70,9 +71,9 @@ class BatchMemory:
 class OrthoBatch:
     """A batch's matrices, in memory that batches share one after the other.
 
-    If a scheme or a rule of the user raises, the batch has failed. The step continues without its matrices, because other ranks
-    wait for this one, and then returns the error. Nothing else may fail here in the middle of a step: ``try_out`` has run the
-    batch before.
+    If a scheme or a rule of the user raises, the batch has failed. The step continues without its matrices, because
+    other ranks wait for this one, and then returns the error. Nothing else may fail here in the middle of a step:
+    ``try_out`` has run the batch before.
     """
 
     def __init__(
@@ -107,13 +108,16 @@ class OrthoBatch:
         # Where updates are guarded, NaN for each matrix that is not finite, else 0.
         self._nonfinite = self.stacked.new_zeros(len(matrices)) if settings.guarded else None
         own_kernels = settings.compile or type(settings.products(self.stacked.device)) is not BlockedProducts
-        self._tries = own_kernels or (settings.cuda_graphs and self.stacked.device.type == "cuda")  # a graph is recorded then
+        # a graph is recorded then
+        self._tries = own_kernels or (settings.cuda_graphs and self.stacked.device.type == "cuda")
 
     @torch.no_grad()
     def try_out(self) -> None:
-        """Runs kernels and compilers of the library once, on matrices that any scheme leaves as they are, if there are any.
+        """Runs kernels and compilers of the library once, on matrices that any scheme leaves as they are, if there are
+        any.
 
-        A Triton without a C compiler, or tiles that do not fit, are noticed while the plan is prepared, and not in a step.
+        A Triton without a C compiler, or tiles that do not fit, are noticed while the plan is prepared, and not in a
+        step.
         """
         if not self._tries or self._fallible or not self.stacked.numel():
             return
@@ -123,7 +127,8 @@ class OrthoBatch:
         except Exception as error:
             size = " × ".join(map(str, self.stacked.shape))
             raise KernelError(
-                f"kernels do not run on {self.stacked.device} for a batch of {size}: {type(error).__name__}: {error}. If that "
+                f"kernels do not run on {self.stacked.device} for a batch of {size}: {type(error).__name__}: {error}. "
+                "If that "
                 'cannot be mended, pass kernels="torch" and leave out compile.'
             ) from error
 
@@ -134,9 +139,10 @@ class OrthoBatch:
     def orthogonalise(self, step: RunningStep) -> bool:
         """Replaces every matrix by its orthogonalised update, with what its rule does before and after.
 
-        The results of idle parameters have no meaning. At least one matrix must belong to another parameter. Returns whether it
-        succeeded. If not, the rule state is as it was, and the error is among the step's ``failures``. Callers keep no reference
-        to it: its traceback refers to their frames, and the cycle would keep the optimizer alive.
+        The results of idle parameters have no meaning. At least one matrix must belong to another parameter. Returns
+        whether it succeeded. If not, the rule state is as it was, and the error is among the step's ``failures``.
+        Callers keep no reference to it: its traceback refers to their frames, and the cycle would keep the optimizer
+        alive.
         """
         if step.only_compiles:
             self._spoil_nonfinite(step, [])
@@ -166,7 +172,9 @@ class OrthoBatch:
                     raise
                 for numbers, before in zip(self.rule_state, rule_state, strict=True):
                     numbers.copy_(before)
-                step.failures.append(orthogonalize_error(self._names, f"{type(error).__name__}: {error}", self.matrices))
+                step.failures.append(
+                    orthogonalize_error(self._names, f"{type(error).__name__}: {error}", self.matrices)
+                )
                 step.failures[-1].__cause__ = error
                 return False
         return True
@@ -181,7 +189,11 @@ class OrthoBatch:
             return
         torch.linalg.vector_norm(self.stacked, math.inf, dim=(1, 2), out=flags)
         flags.mul_(0.0)  # ∞ and NaN become NaN
-        if idle := [flag for flag, param in zip(flags, self._params, strict=True) if param in step.idle] if step.idle else []:
+        if (
+            idle := [flag for flag, param in zip(flags, self._params, strict=True) if param in step.idle]
+            if step.idle
+            else []
+        ):
             torch._foreach_zero_(idle)
         step.elementwise.fill_if([self.stacked], flags[:, None, None], math.nan)
         for numbers, before in zip(self.rule_state, rule_state, strict=False):
@@ -196,7 +208,9 @@ class OrthoBatch:
         observer.orthogonalised(self.matrices, self.stacked)
 
     def _seen_by_rules(self) -> list[tuple[Tensor, Iterator[Tensor]]]:
-        """Batches (batch, outputs, inputs) with the memories of the rules that remember: one of all matrices, or one of each."""
+        """Batches (batch, outputs, inputs) with the memories of the rules that remember: one of all matrices, or
+        one of each.
+        """
         size = 1 if self._one_by_one else len(self.stacked)
         batches = torch.split(self.stacked.mT if self._flipped else self.stacked, size)
         of_rules = zip(self.rule_state, self._per_input, strict=True)
@@ -204,7 +218,9 @@ class OrthoBatch:
         return [(stacked, iter([of_rule[k] for of_rule in memories])) for k, stacked in enumerate(batches)]
 
     def _overwrite_idle(self, idle: AbstractSet[int]) -> None:
-        """Overwrites the matrices of idle parameters with an active one: a user's scheme or rule may fail on arbitrary memory."""
+        """Overwrites the matrices of idle parameters with an active one: a user's scheme or rule may fail on
+        arbitrary memory.
+        """
         positions = [k for k, param in enumerate(self._params) if param in idle]
         active = next(k for k, param in enumerate(self._params) if param not in idle)
         for stacked in (self.stacked, *self.rule_state):
@@ -212,7 +228,9 @@ class OrthoBatch:
                 torch._foreach_copy_([stacked[k] for k in positions], [stacked[active]] * len(positions))
 
 
-def orthogonalize_error(names: Iterable[str], reason: str, matrices: Iterable[MatrixKey], where: str = "") -> OrthogonalizeError:
+def orthogonalize_error(
+    names: Iterable[str], reason: str, matrices: Iterable[MatrixKey], where: str = ""
+) -> OrthogonalizeError:
     """The error for parameters whose matrices could not be orthogonalised."""
     distinct = tuple(dict.fromkeys(names))
     listed = ", ".join(distinct[:_MOST_NAMES]) + ", …" * (len(distinct) > _MOST_NAMES)
@@ -225,7 +243,9 @@ def joined_errors(errors: Sequence[OrthogonalizeError]) -> OrthogonalizeError:
     """One error that names the parameters of all, with the reason of the first."""
     first = errors[0]
     matrices = (key for error in errors for key in error.matrices)
-    joined = orthogonalize_error((name for error in errors for name in error.names), first.reason, matrices, first.where)
+    joined = orthogonalize_error(
+        (name for error in errors for name in error.names), first.reason, matrices, first.where
+    )
     joined.__cause__, joined.known_to_all = first.__cause__, first.known_to_all
     return joined
 
@@ -237,7 +257,9 @@ class PreparedOrtho(NamedTuple):
     run_showing: Callable[[ShowGram], None] | None  # also shows the Gram matrices, where it can
 
 
-def prepare_ortho(stacked: Tensor, template: StepParam, memory: BatchMemory, settings: ExecutorSettings) -> PreparedOrtho:
+def prepare_ortho(
+    stacked: Tensor, template: StepParam, memory: BatchMemory, settings: ExecutorSettings
+) -> PreparedOrtho:
     """What orthogonalises ``stacked``: ``iterate`` with reused buffers, a CUDA graph of that, or compiled.
 
     Gram matrices are shown in at least 32 bits. Inverses may wait for the device, which no graph can record.

@@ -1,4 +1,6 @@
-"""What every kind of program is built from: batches, views of shards and exchange buffers, all made before the first step."""
+"""What every kind of program is built from: batches, views of shards and exchange buffers, all made before the
+first step.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ ListsOfRank: TypeAlias = "Callable[[int], tuple[Sequence[PieceTransfer], Sequenc
 
 @dataclass(frozen=True, slots=True)
 class MatrixRange:
-    """Matrices [start, stop) of the local tensor of part ``part_index`` of the plan; only equal ``key``s may share a batch."""
+    """Matrices [start, stop) of the local tensor of part ``part_index`` of the plan; only equal ``key``s may share
+    a batch.
+    """
 
     part_index: int
     start: int
@@ -61,7 +65,9 @@ MatrixBatch: TypeAlias = "list[MatrixRange]"
 
 
 class ProgramBuilder:
-    """Turns a plan into what one rank runs. ``build.py`` and ``data_parallel.py`` extend it, ``rule_state.py`` calls it."""
+    """Turns a plan into what one rank runs. ``build.py`` and ``data_parallel.py`` extend it, ``rule_state.py``
+    calls it.
+    """
 
     def __init__(
         self,
@@ -74,7 +80,8 @@ class ProgramBuilder:
     ) -> None:
         self.plan, self.rank, self.step_params, self.exchange = plan, rank, step_params, exchange
         self.workspace, self.settings = workspace, settings
-        self.stagings: dict[torch.device, Staging] = {}  # by the device to which weights in host memory send their matrices
+        # by the device to which weights in host memory send their matrices
+        self.stagings: dict[torch.device, Staging] = {}
         self.memory = BatchMemory(workspace)
         self.routes = routes_of(plan, rank)  # wave by wave
         self._routes_of_ranks = {rank: self.routes}  # and of others, where this one relays for them
@@ -111,7 +118,9 @@ class ProgramBuilder:
 
     def _batches(self, ranges: Sequence[MatrixRange]) -> list[MatrixBatch]:
         items = [self.step_params[r.part_index].batch_item(r.stop - r.start, key=r.key) for r in ranges]
-        devices = sorted((self.step_params[r.part_index].work_device for r in ranges), key=lambda device: device.type == "cpu")
+        devices = sorted(
+            (self.step_params[r.part_index].work_device for r in ranges), key=lambda device: device.type == "cpu"
+        )
         budget = self.settings.batch_bytes(devices[0]) if devices else 1
         return [
             [replace(whole, start=whole.start + item.start, stop=whole.start + item.stop) for item, whole in slices]
@@ -148,7 +157,9 @@ class ProgramBuilder:
         return ortho_batch
 
     def momentum_slot(self, slot: int) -> int | None:
-        """Where the old momenta of a wave or batch stay until its update is known to be finite; None if they need not."""
+        """Where the old momenta of a wave or batch stay until its update is known to be finite; None if they need
+        not.
+        """
         return slot if self.settings.guarded else None
 
     def staging(self, device: torch.device) -> Staging:
@@ -171,7 +182,9 @@ class ProgramBuilder:
     def rule_state_views(self, matrix_range: MatrixRange, view: Tensor, memory: int) -> list[ShardView]:
         """The same for the rule state of ``matrix_range``; ``memory`` counts the rules that remember."""
         step_param = self.step_params[matrix_range.part_index]
-        window = _local_window(rule_state_param(self.plan.params[matrix_range.part_index], step_param, memory), self.rank)
+        window = _local_window(
+            rule_state_param(self.plan.params[matrix_range.part_index], step_param, memory), self.rank
+        )
         shards = self._cut(matrix_range, local_part(step_param.rule_state[memory]), window, view)
         return [replace(shard, memory=memory) for shard in shards]
 
@@ -194,8 +207,13 @@ class ProgramBuilder:
         scales = buffer[offset + piece.size : offset + bytes_of(piece, INT8)].view(*quanta.shape[:-1], -1)
         return [replace(shard, view=Int8Blocks(quanta, scales, piece.cols[0][0] % BLOCK))]
 
-    def _cut(self, matrix_range: MatrixRange, local: Tensor, window: LocalWindow | None, view: Tensor) -> list[ShardView]:
-        part_index, stack_dims = matrix_range.part_index, self.step_params[matrix_range.part_index].matrix_set.stack_dims
+    def _cut(
+        self, matrix_range: MatrixRange, local: Tensor, window: LocalWindow | None, view: Tensor
+    ) -> list[ShardView]:
+        part_index, stack_dims = (
+            matrix_range.part_index,
+            self.step_params[matrix_range.part_index].matrix_set.stack_dims,
+        )
         stack = (slice(matrix_range.start, matrix_range.stop),) if stack_dims else ()
         matrix = self._matrix_at[part_index].get(matrix_range.start, 0)
         inside = local[stack].shape
@@ -207,14 +225,18 @@ class ProgramBuilder:
             return [ShardView(part_index, stack, view.view(inside), matrix)]
         return [ShardView(part_index, cut, cut_view, matrix) for cut, cut_view in window.cuts(stack, view.view(inside))]
 
-    def prepare_exchange(self, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory) -> PreparedExchange:
-        """What one exchange sends and receives: the beginnings of two flat buffers, and the elements of each rank in them.
+    def prepare_exchange(
+        self, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory
+    ) -> PreparedExchange:
+        """What one exchange sends and receives: the beginnings of two flat buffers, and the elements of each rank in
+        them.
 
         Args:
             received: the buffer that it receives into.
             sent: the buffer that it sends.
-            lists: what arrives at a rank, and what leaves it. Of a transfer only the piece and the other rank are read, not its
-                direction. Ranks of other nodes are not asked for, and others than this one only if the plan needs relays.
+            lists: what arrives at a rank, and what leaves it. Of a transfer only the piece and the other rank are read,
+                not its direction. Ranks of other nodes are not asked for, and others than this one only if the plan
+                needs relays.
             memory: where relayed pieces are on their way.
         """
         assert self.exchange is not None
@@ -224,7 +246,9 @@ class ProgramBuilder:
             return self._relayed(self.plan.options.nodes, received, sent, lists, memory)
         return PreparedExchange((Hop(received, self.exchange.splits(inward), sent, self.exchange.splits(outward)),))
 
-    def _relayed(self, nodes: Nodes, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory) -> PreparedExchange:
+    def _relayed(
+        self, nodes: Nodes, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory
+    ) -> PreparedExchange:
         """From ``sent``, ordered by the ranks that parcels go to, to ``received``, by those that they come from."""
         exchange, leaving, arriving = self.exchange, dict[Parcel, int](), dict[Parcel, int]()  # elements by parcel
         assert exchange is not None
@@ -235,9 +259,15 @@ class ProgramBuilder:
         sizes = {**leaving, **arriving}
 
         def views(buffer: Tensor, parcels: Sequence[Parcel]) -> dict[Parcel, Tensor]:
-            return dict(zip(parcels, torch.split(buffer, [sizes[parcel] for parcel in parcels]), strict=True)) if parcels else {}
+            return (
+                dict(zip(parcels, torch.split(buffer, [sizes[parcel] for parcel in parcels]), strict=True))
+                if parcels
+                else {}
+            )
 
-        def buffer(hop: int, name: str, parcels: Sequence[tuple[int, Parcel]]) -> tuple[Tensor, list[int], dict[Parcel, Tensor]]:
+        def buffer(
+            hop: int, name: str, parcels: Sequence[tuple[int, Parcel]]
+        ) -> tuple[Tensor, list[int], dict[Parcel, Tensor]]:
             """A buffer for these parcels, its elements by rank of the group, and the view of each parcel."""
             elements: dict[int, int] = {}
             for peer, parcel in parcels:
@@ -248,7 +278,8 @@ class ProgramBuilder:
         def copies(targets: Mapping[Parcel, Tensor]) -> CopyPairs:
             return CopyPairs(list(targets.values()), [here[parcel] for parcel in targets])
 
-        here = views(sent, [parcel for parcel in sorted(leaving) if parcel[0] == self.rank])  # and what arrives, hop by hop
+        # and what arrives, hop by hop
+        here = views(sent, [parcel for parcel in sorted(leaving) if parcel[0] == self.rank])
         hops = []
         for number, routes in enumerate(Relays(nodes).hops(self.rank, leaving, arriving)):
             out, out_splits, of_out = buffer(number, "sent", routes.sent)
@@ -288,8 +319,9 @@ def _sizes_by_peer(rank: int, transfers: Sequence[PieceTransfer], dtype: torch.d
 def rule_state_param(planned: PlannedParam, step_param: StepParam, memory: int) -> PlannedParam:
     """What a rule keeps of a parameter as a separate parameter: on the same mesh, with the same placements.
 
-    A (64, 48) weight has rule state of shape (64, 1). Sharded by columns over 4 ranks, the weight has 12 columns on each of them,
-    and the rule state is on the first: the rank that holds column 0 of a row also holds the rule state of that row.
+    A (64, 48) weight has rule state of shape (64, 1). Sharded by columns over 4 ranks, the weight has 12 columns on
+    each of them, and the rule state is on the first: the rank that holds column 0 of a row also holds the rule state of
+    that row.
     """
     per_input = [*step_param.memories.values()][memory]
     shape = step_param.matrix_set.rule_state_shape(planned.layouts[0].shape, per_input=per_input)
@@ -307,10 +339,12 @@ def _wave_params(plan: Plan) -> list[frozenset[int]]:
 
 
 def batch_keys(plan: PlanData) -> dict[tuple[int, int], Hashable]:
-    """(parameter, matrix) → what must be equal to share a batch, so that replicas which compute for themselves stay equal.
+    """(parameter, matrix) → what must be equal to share a batch, so that replicas which compute for themselves stay
+    equal.
 
-    Some libraries round the products of a batch differently if the batch has more matrices. A matrix that several ranks compute
-    is therefore batched only with matrices that all of these ranks compute too. The key of any other matrix is None.
+    Some libraries round the products of a batch differently if the batch has more matrices. A matrix that several ranks
+    compute is therefore batched only with matrices that all of these ranks compute too. The key of any other matrix is
+    None.
     """
     computed: dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]] = {}
     for task in plan.tasks:
@@ -320,10 +354,17 @@ def batch_keys(plan: PlanData) -> dict[tuple[int, int], Hashable]:
 
 
 def _local_index(planned: PlannedParam, rank: int) -> dict[int, int]:
-    """Matrix → its position in the local tensor of ``rank``. Experts 4 to 7 of 8 on the second of two ranks: {4: 0, …, 7: 3}."""
+    """Matrix → its position in the local tensor of ``rank``. Experts 4 to 7 of 8 on the second of two ranks: {4: 0,
+    …, 7: 3}.
+    """
     if not planned.stack_dims:
         return {0: 0}
-    held = (matrix for layout in planned.layouts for start, stop in layout.held_ranges(rank)[0] for matrix in range(start, stop))
+    held = (
+        matrix
+        for layout in planned.layouts
+        for start, stop in layout.held_ranges(rank)[0]
+        for matrix in range(start, stop)
+    )
     return {matrix: position for position, matrix in enumerate(held)}
 
 

@@ -1,8 +1,8 @@
 """The reference path: every rank gathers whole matrices, orthogonalises all of them and keeps its own shard.
 
-A step is planned and checked like any other. The tensors, however, are gathered and sharded by torch alone, without the layouts
-and exchanges of the executor that this path verifies. It rounds every matrix as the wire does, also one that does not travel: it
-has the bits of any layout that sends, on one device too.
+A step is planned and checked like any other. The tensors, however, are gathered and sharded by torch alone, without the
+layouts and exchanges of the executor that this path verifies. It rounds every matrix as the wire does, also one that
+does not travel: it has the bits of any layout that sends, on one device too.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class ReferenceExecutor(StepExecutor):
         for indices in grouped(range(len(step_params)), lambda k: _layout_of(step_params[k].param)):
             if step_params[indices[0]].staged:
                 raise UnsupportedError(
-                    f"{plan.params[indices[0]].name} is in host memory on a mesh of {step_params[indices[0]].work_device.type} "
-                    "devices (FSDP2's CPUOffloadPolicy), where torch cannot gather it for the reference path: step without "
-                    "reference_path=True, or verify without the policy."
+                    f"{plan.params[indices[0]].name} is in host memory on a mesh of "
+                    f"{step_params[indices[0]].work_device.type} devices (FSDP2's CPUOffloadPolicy), where torch "
+                    "cannot gather it for the reference path: step without reference_path=True, or verify without the "
+                    "policy."
                 )
             if has_part(step_params[indices[0]].param):
                 check_round_trip(plan.params[indices[0]].name, step_params[indices[0]].param)
@@ -71,7 +72,9 @@ class ReferenceExecutor(StepExecutor):
         return None
 
     def _step(self, step: RunningStep, parts: Sequence[int]) -> None:
-        """Steps one parameter; ``parts`` are the indices of its parts in ``step.params``. If it fails, nothing has changed."""
+        """Steps one parameter; ``parts`` are the indices of its parts in ``step.params``. If it fails, nothing has
+        changed.
+        """
         first, observer = step.params[parts[0]], step.observer
         if not has_part(first.param):
             return
@@ -107,7 +110,8 @@ class ReferenceExecutor(StepExecutor):
         for k in parts:
             self._apply(step.params[k], full, observer)
         changed = momentum != before if isinstance(settings.retain, Tensor) else None
-        if self.settings.guarded:  # a matrix whose update is not finite is NaN throughout, and keeps weights and momentum
+        # a matrix whose update is not finite is NaN throughout, and keeps weights and momentum
+        if self.settings.guarded:
             keeps = ~own_shard(full, first.param).isfinite()  # in float16, what comes back may be infinite
             momentum, changed = torch.where(keeps, before, momentum), ~keeps if changed is None else changed & ~keeps
         if first.blocks is None:
@@ -123,7 +127,11 @@ class ReferenceExecutor(StepExecutor):
         return OrthoBatch(matrices, step_param, BatchMemory(Workspace()), settings)
 
     def _apply(self, step_param: StepParam, full: Tensor, observer: Observer) -> None:
-        in_part, matrix_set, settings = torch.zeros_like(full, dtype=torch.bool), step_param.matrix_set, step_param.settings
+        in_part, matrix_set, settings = (
+            torch.zeros_like(full, dtype=torch.bool),
+            step_param.matrix_set,
+            step_param.settings,
+        )
         _window(in_part, matrix_set).fill_(True)
         with observer.phase("scatter"):
             rate = settings.rate * settings.adjust(*matrix_set.lr_shape)
@@ -156,7 +164,9 @@ def _dtype_received(step_param: StepParam) -> torch.dtype:
 
 
 def _scaled(step_param: StepParam, full: Tensor) -> Tensor:
-    """What is to be subtracted from the whole weight: the update with the factors of rules that ask for numbers of the weight."""
+    """What is to be subtracted from the whole weight: the update with the factors of rules that ask for numbers of
+    the weight.
+    """
     matrix_set, full, weight = step_param.matrix_set, full.clone(), whole(step_param.param)
     table, rows = new_table(matrix_set.count, full.device), slice(0, matrix_set.count)
     weights, updates = _window(weight, matrix_set), _window(full, matrix_set)

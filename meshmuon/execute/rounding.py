@@ -1,11 +1,12 @@
 """Weights of 16 bits: the new weight is formed in float32 and rounded once, to the nearest number or stochastically.
 
-In bfloat16, p·(1 − lr·weight_decay) is p again if lr·weight_decay is below 2⁻⁹, and so is p minus a small update. Stochastic
-rounding takes the next larger or the next smaller number, with probabilities whose mean is the unrounded number: what a single
-step cannot express is right on average.
+In bfloat16, p·(1 − lr·weight_decay) is p again if lr·weight_decay is below 2⁻⁹, and so is p minus a small update.
+Stochastic rounding takes the next larger or the next smaller number, with probabilities whose mean is the unrounded
+number: what a single step cannot express is right on average.
 
-The random bits are a function of a key and a count, which are part of the optimizer's state, and of the element's place in the
-whole parameter. They are therefore the same however the parameter is sharded, on every kind of device, and after a restart.
+The random bits are a function of a key and a count, which are part of the optimizer's state, and of the element's place
+in the whole parameter. They are therefore the same however the parameter is sharded, on every kind of device, and after
+a restart.
 """
 
 from __future__ import annotations
@@ -48,16 +49,24 @@ class Elements:
     cols: Tensor  # int64
 
     def hashed(self) -> Elements:
-        """Hashes in place of the indices of rows and columns, the same at every step. ``RandomWords`` is made from them."""
+        """Hashes in place of the indices of rows and columns, the same at every step. ``RandomWords`` is made from
+        them.
+        """
         return Elements(_mixed(self.rows + _GAMMA), _mixed(self.cols - _GAMMA))
 
     def cut_out(self, cut: Cut | None) -> Elements:
         """The elements of a cut of the local tensor."""
-        return self if cut is None else Elements(cut_out_of_broadcast(self.rows, cut), cut_out_of_broadcast(self.cols, cut))
+        return (
+            self
+            if cut is None
+            else Elements(cut_out_of_broadcast(self.rows, cut), cut_out_of_broadcast(self.cols, cut))
+        )
 
 
 def elements_held(shape: Sequence[int], held: Sequence[Ranges], device: torch.device) -> Elements:
-    """The elements that a rank holds of a parameter of ``shape``; ``held`` has the ranges of each dim, in local order."""
+    """The elements that a rank holds of a parameter of ``shape``; ``held`` has the ranges of each dim, in local
+    order.
+    """
     dims = len(shape)
     rows, cols = torch.zeros((1,) * dims, dtype=torch.int64, device=device), None
     for dim, ranges in enumerate(held):
@@ -80,7 +89,9 @@ class RandomWords:
 
     @classmethod
     def of(cls, counter: Tensor, elements: Elements) -> RandomWords:
-        """The words of a step. ``counter`` has the parameter's key and the count of its steps; ``elements`` are hashed."""
+        """The words of a step. ``counter`` has the parameter's key and the count of its steps; ``elements`` are
+        hashed.
+        """
         key, count = counter.tolist() if known_to_host(counter) else counter
         seed = _mixed(_wrapped(_mixed(key) + count * _GAMMA))
         return cls(_word(elements.rows ^ seed), _word(elements.cols ^ _mixed(_wrapped(seed + _GAMMA))))
@@ -121,7 +132,9 @@ _of_thread = threading.local()
 
 
 def scratch_for(device: torch.device) -> RoundingScratch:
-    """A CPU's, which each thread keeps: new memory costs more than the work in it. On a device, streams work at the same time."""
+    """A CPU's, which each thread keeps: new memory costs more than the work in it. On a device, streams work at the
+    same time.
+    """
     if device.type != "cpu":
         return RoundingScratch()
     if not hasattr(_of_thread, "scratch"):
@@ -163,10 +176,11 @@ def apply_narrow(
     words: Sequence[RandomWords | None] | None,
     scratch: RoundingScratch,
 ) -> None:
-    """p ← p·decay − rate·update in float32, rounded once; stochastically where there are ``words``. May overwrite ``updates``.
+    """p ← p·decay − rate·update in float32, rounded once; stochastically where there are ``words``. May overwrite
+    ``updates``.
 
-    Each operation rounds once in float32, so that the same bits follow wherever an element lies. Large parameters are cut into
-    chunks, small ones share one.
+    Each operation rounds once in float32, so that the same bits follow wherever an element lies. Large parameters are
+    cut into chunks, small ones share one.
     """
     cuts = (
         (param[cut], update[cut], None if param_words is None else param_words.cut_out(cut))
@@ -194,7 +208,12 @@ def together(parts: Iterable[_Part], size: Callable[[_Part], int], limit: int) -
 
 
 def _apply_chunk(
-    chunk: Sequence[_CutUpdate], decay: float | Tensor, rate: float | Tensor, *, cautious: bool, scratch: RoundingScratch
+    chunk: Sequence[_CutUpdate],
+    decay: float | Tensor,
+    rate: float | Tensor,
+    *,
+    cautious: bool,
+    scratch: RoundingScratch,
 ) -> None:
     targets, changes = [target for target, _, _ in chunk], [change for _, change, _ in chunk]
     weights = scratch.take_like("weight", targets, torch.float32)
@@ -203,7 +222,10 @@ def _apply_chunk(
         narrow, changes = changes, scratch.take_like("update", targets, torch.float32)
         torch._foreach_copy_(changes, narrow)
     if cautious:
-        decayed, flags = scratch.take_like("decayed", targets, torch.float32), scratch.take_like("flags", targets, torch.bool)
+        decayed, flags = (
+            scratch.take_like("decayed", targets, torch.float32),
+            scratch.take_like("flags", targets, torch.bool),
+        )
         for weight, change, out, same_way in zip(weights, changes, decayed, flags, strict=True):
             torch.ge(torch.mul(weight, change, out=out).mul_(rate), 0, out=same_way)
             torch.where(same_way, torch.mul(weight, decay, out=out), weight, out=out)
@@ -220,10 +242,11 @@ def _apply_chunk(
 
 
 def round_stochastically(numbers: Tensor, words: RandomWords, scratch: RoundingScratch) -> None:
-    """Rounds float32 numbers to bfloat16, up or down in magnitude with the probabilities that make the mean exact, in place.
+    """Rounds float32 numbers to bfloat16, up or down in magnitude with the probabilities that make the mean exact, in
+    place.
 
-    A bfloat16 number is the upper half of a float32 number. A random number of 16 bits is added to the lower half, and the lower
-    half is cleared. What is a bfloat16 number already, and what is not finite, stays.
+    A bfloat16 number is the upper half of a float32 number. A random number of 16 bits is added to the lower half, and
+    the lower half is cleared. What is a bfloat16 number already, and what is not finite, stays.
     """
     is_nan = torch.ne(numbers, numbers, out=scratch.take("flags", numbers.shape, torch.bool, numbers.device))
     numbers.view(torch.int32).add_(noise_from(words, numbers.shape, scratch)).bitwise_and_(-(1 << 16))

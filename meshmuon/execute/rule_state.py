@@ -1,8 +1,8 @@
 """Rule state: the numbers that update rules keep per output, or per input, of a matrix.
 
-They are stored with the shards of the parameter, and the owner of the matrix needs them during a step. One small exchange before
-the first wave brings them to the owners. Another one, started after the last wave has computed, brings them back.
-``rule_state_param`` says who stores them.
+They are stored with the shards of the parameter, and the owner of the matrix needs them during a step. One small
+exchange before the first wave brings them to the owners. Another one, started after the last wave has computed, brings
+them back. ``rule_state_param`` says who stores them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from .wave import CopyPairs, PreparedExchange
 
 @dataclass(frozen=True, slots=True)
 class RuleStateExchange:
-    """The rule state of one device, dtype and memory (the first of the rules that remember, the second, …), on one rank."""
+    """The rule state of one device, dtype and memory (the first of the rules that remember, the second, …), on one
+    rank.
+    """
 
     params: frozenset[int]  # the parts whose rule state travels, between any ranks
-    sent_shards: list[ShardView]  # this rank's stored numbers, with views of the buffer from which they go to the owners
+    # this rank's stored numbers, with views of the buffer from which they go to the owners
+    sent_shards: list[ShardView]
     gather: PreparedExchange  # the exchange that brings them to the owners
     unpack: CopyPairs  # from the received buffer to the batches of owned matrices
     pack: CopyPairs  # from these batches to the buffer that is sent back
@@ -35,7 +38,9 @@ class RuleStateExchange:
     received_shards: list[ShardView]  # this rank's stored numbers, with views of the buffer in which they arrive
 
     def run(self, step: RunningStep) -> Iterator[None]:
-        """A step in four turns: before the first wave, before it computes, after the last has computed, and at the end."""
+        """A step in four turns: before the first wave, before it computes, after the last has computed, and at the
+        end.
+        """
         load_rule_state(self.sent_shards, step)
         gather = self.gather.start(step, "gather")
         yield
@@ -76,7 +81,8 @@ def rule_state_exchanges(builder: ProgramBuilder, numbers: Mapping[tuple[int, in
 def rule_state_transfers(
     plan: Plan, task_index: int, step_params: Sequence[StepParam], memory: int = 0
 ) -> tuple[list[PieceTransfer], list[PieceTransfer]]:
-    """The transfers of a task's rule state: each piece from one of its holders to the owner, and back to all of its holders.
+    """The transfers of a task's rule state: each piece from one of its holders to the owner, and back to all of its
+    holders.
 
     If the owner is a holder itself, it is the source: source and target of the transfer are then the same rank.
     """
@@ -112,7 +118,9 @@ def _exchange(
         return buffer, list(zip(transfers, torch.split(buffer, sizes), strict=True))
 
     def shards(pieces: Iterable[tuple[PieceTransfer, Tensor]]) -> list[ShardView]:
-        return [shard for t, view in pieces for shard in builder.rule_state_views(builder.range_of(t.task), view, memory)]
+        return [
+            shard for t, view in pieces for shard in builder.rule_state_views(builder.range_of(t.task), view, memory)
+        ]
 
     def copies(pieces: Iterable[tuple[PieceTransfer, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
         """The numbers of each piece beside its matrix, and in its buffer."""
@@ -136,6 +144,8 @@ def _exchange(
         gather=builder.prepare_exchange(gather_in, gather_out, gathers(routes_of_rank), memory_of("rule state gather")),
         unpack=CopyPairs(unpacked, arrived),
         pack=CopyPairs(leaving, packed),
-        scatter=builder.prepare_exchange(scatter_in, scatter_out, scatters(routes_of_rank), memory_of("rule state scatter")),
+        scatter=builder.prepare_exchange(
+            scatter_in, scatter_out, scatters(routes_of_rank), memory_of("rule state scatter")
+        ),
         received_shards=shards([*received, *staying]),
     )

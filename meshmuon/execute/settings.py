@@ -42,7 +42,8 @@ class ExecutorSettings:
     chunk_size: int = -1  # most matrices per batch, as per wave in a plan; -1 lets ``memory_budget`` decide
     memory_budget: int | None = None  # bytes of scratch that one batch may use; a single larger matrix still runs
     form: str = "auto"  # ``"auto"``, ``"standard"`` or ``"gram"``
-    deterministic: bool = False  # multiply the matrices of a batch one by one, so that batching does not change the results
+    # multiply the matrices of a batch one by one, so that batching does not change the results
+    deterministic: bool = False
     compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
     cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
     kernels: str = "auto"  # who computes symmetric products on a GPU
@@ -51,7 +52,9 @@ class ExecutorSettings:
 
     def __post_init__(self) -> None:
         if self.chunk_size != -1 and self.chunk_size < 1:
-            raise ConfigError(f"chunk_size={self.chunk_size} must be -1 (chosen by memory) or at least 1 matrix per batch.")
+            raise ConfigError(
+                f"chunk_size={self.chunk_size} must be -1 (chosen by memory) or at least 1 matrix per batch."
+            )
         if self.memory_budget is not None and self.memory_budget < 1:
             raise ConfigError(f"memory_budget={self.memory_budget} must be a positive number of bytes.")
         if self.form not in FORMS:
@@ -60,7 +63,9 @@ class ExecutorSettings:
             raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records its own graphs.")
         check_kernels(self.kernels)
         if self.compile and self.kernels in ("triton", "quack"):
-            raise ConfigError(f"compile and kernels={self.kernels!r} exclude each other: torch.compile has its own kernels.")
+            raise ConfigError(
+                f"compile and kernels={self.kernels!r} exclude each other: torch.compile has its own kernels."
+            )
 
     @property
     def bits(self) -> str:
@@ -71,7 +76,8 @@ class ExecutorSettings:
     def products(self, device: torch.device) -> Products:
         """Who multiplies on ``device``.
 
-        ``"auto"`` is Triton on every rank, also where it is missing: ranks must not mix kernels, and fall back together.
+        ``"auto"`` is Triton on every rank, also where it is missing: ranks must not mix kernels, and fall back
+        together.
         """
         kernels = "triton" if self.kernels == "auto" else self.kernels
         torch_kinds = self.torch_kinds if self._torch_contends else None
@@ -82,12 +88,16 @@ class ExecutorSettings:
         return self.kernels == "auto" and not self.deterministic and not self.compile
 
     def torch_is_faster(self) -> dict[str, bool]:
-        """The kinds of product that this rank has measured, and whether torch's own is faster; none if it does not contend."""
+        """The kinds of product that this rank has measured, and whether torch's own is faster; none if it does not
+        contend.
+        """
         verdicts = tuner_for("cuda").torch_is_faster if self._torch_contends else {}
         return {str(kind): faster for kind, faster in verdicts.items()}
 
     def batch_bytes(self, device: torch.device) -> int:
-        """Bytes of scratch that one batch may use on ``device``: by default twice what a GPU's owners gather per wave."""
+        """Bytes of scratch that one batch may use on ``device``: by default twice what a GPU's owners gather per
+        wave.
+        """
         memory = device_memory(device)
         return self.memory_budget or memory_budget_for(memory) * (1 if memory is None else 2)
 

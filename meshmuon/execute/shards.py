@@ -1,7 +1,8 @@
 """Where the elements of a step are: in local tensors of parameters, gradients and momenta, and in views of a buffer.
 
-The buffer is the tensor in which a local batch is orthogonalised, or the one that an exchange sends or receives. Each element
-that a rank holds is in one ``MomentumViews`` and in one ``UpdateViews`` of a step. The arithmetic is in ``elementwise``.
+The buffer is the tensor in which a local batch is orthogonalised, or the one that an exchange sends or receives. Each
+element that a rank holds is in one ``MomentumViews`` and in one ``UpdateViews`` of a step. The arithmetic is in
+``elementwise``.
 """
 
 from __future__ import annotations
@@ -77,14 +78,17 @@ class MomentumViews:
     ``unsent`` are shards that another rank, which holds a replica, sends. Only their momentum changes.
     """
 
-    def __init__(self, shards: Sequence[ShardView], step_params: Sequence[StepParam], unsent: Sequence[ShardView] = ()) -> None:
+    def __init__(
+        self, shards: Sequence[ShardView], step_params: Sequence[StepParam], unsent: Sequence[ShardView] = ()
+    ) -> None:
         def kind(shard: ShardView) -> Hashable:
             return step_params[shard.part_index].group_index, shard.in_int8
 
         self._sent, self._unsent = (grouped(views, kind) for views in (shards, unsent))
 
     def fill(self, step: RunningStep) -> FallibleMomenta:
-        """M ← retain·M + gain·G, and the views get gain·G + momentum·M, or M without Nesterov; those of idle parameters stay.
+        """M ← retain·M + gain·G, and the views get gain·G + momentum·M, or M without Nesterov; those of idle parameters
+        stay.
 
         Returns the momentum of ``fallible`` parameters as it was, for ``restore``.
         """
@@ -94,8 +98,12 @@ class MomentumViews:
                 first = step.params[shards[0].part_index]
                 momenta, scales = _momenta(shards, step), _scales(shards, step.params)
                 if first.fallible:
-                    fallible += [(shard.key, buffer, buffer.clone()) for shard, buffer in zip(shards, momenta, strict=True)]
-                    fallible += [(shard.key, now, old.clone()) for shard, (now, old) in zip(shards, scales, strict=False)]
+                    fallible += [
+                        (shard.key, buffer, buffer.clone()) for shard, buffer in zip(shards, momenta, strict=True)
+                    ]
+                    fallible += [
+                        (shard.key, now, old.clone()) for shard, (now, old) in zip(shards, scales, strict=False)
+                    ]
                 settings, gradients = first.settings, _gradients(shards, step)
                 factors = settings.momentum if settings.nesterov else None, settings.gain
                 views = [shard.view for shard in shards] if sent else None
@@ -114,7 +122,8 @@ def restore(momenta: FallibleMomenta, failed: AbstractSet[MatrixKey] | None = No
 class UpdateViews:
     """From what was orthogonalised to the weights. ``scratch`` is where parameters of 16 bits are formed.
 
-    If updates are guarded, momenta are copied to ``slot`` of it, which no other wave or batch in flight has. It is taken at once.
+    If updates are guarded, momenta are copied to ``slot`` of it, which no other wave or batch in flight has. It is
+    taken at once.
     """
 
     def __init__(
@@ -159,13 +168,19 @@ class UpdateViews:
             before |= zip(of_dtype, copies, strict=True)
         return [
             OldMomenta(
-                buffers, [before[buffer] for buffer in buffers], [now for now, _ in pairs], [before[old] for _, old in pairs]
+                buffers,
+                [before[buffer] for buffer in buffers],
+                [now for now, _ in pairs],
+                [before[old] for _, old in pairs],
             )
             for buffers, pairs in zip(momenta, scales, strict=True)
         ]
 
     def apply(
-        self, step: RunningStep, failed: AbstractSet[MatrixKey] = NONE_FAILED, old_momenta: Sequence[OldMomenta] | None = None
+        self,
+        step: RunningStep,
+        failed: AbstractSet[MatrixKey] = NONE_FAILED,
+        old_momenta: Sequence[OldMomenta] | None = None,
     ) -> None:
         """p ← p·decay − rate·factor·view for each parameter, except idle ones and ``failed`` matrices.
 
@@ -182,7 +197,11 @@ class UpdateViews:
                 of_group = of_group.chosen([shard.key not in failed for shard in _without(group, step.idle)])
             first = step.params[shards[0].part_index]
             settings, factor = first.settings, first.settings.adjust(*first.matrix_set.lr_shape)
-            counters = None if first.counter is None else [step.params[shard.part_index].counted(shard.cut) for shard in shards]
+            counters = (
+                None
+                if first.counter is None
+                else [step.params[shard.part_index].counted(shard.cut) for shard in shards]
+            )
             weights, updates = _weights(shards, step), [shard.view for shard in shards]
             decay, rate, cautious = settings.decay, settings.rate * factor, settings.cautious
             if sums is not None and shards[0].rows is not None:
@@ -206,7 +225,9 @@ class UpdateViews:
             )
 
     def add_products(self, step: RunningStep) -> bool:
-        """Adds up what rules ask for, as far as this rank has it. Returns whether ``reduce_tables`` must run before ``apply``."""
+        """Adds up what rules ask for, as far as this rank has it. Returns whether ``reduce_tables`` must run before
+        ``apply``.
+        """
         if self._sums is None or step.only_compiles:
             return False
         return self._sums.add_up(self._products(step), step)
@@ -227,7 +248,9 @@ def load_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
 
 
 def store_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
-    """Copies the shards' views into the stored numbers, except for idle parameters and where the skip mask forbids it."""
+    """Copies the shards' views into the stored numbers, except for idle parameters and where the skip mask forbids
+    it.
+    """
     targets, values = list[Tensor](), list[Tensor]()
     for shard in _without(shards, step.idle):
         target, skip_mask = _stored(shard, step), step.params[shard.part_index].settings.skip_mask
@@ -260,13 +283,18 @@ def _momenta(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
 
 
 def _scales(shards: Sequence[ShardView], params: Sequence[StepParam]) -> list[tuple[Tensor, Tensor]]:
-    """Of each shard whose momentum is in int8, all of a param group or none: its scales, and what they were before the step."""
+    """Of each shard whose momentum is in int8, all of a param group or none: its scales, and what they were before
+    the step.
+    """
     pairs = []
     for shard in shards:
         step_param = params[shard.part_index]
         if shard.blocks is not None and step_param.blocks is not None and step_param.momentum_scales is not None:
             place = step_param.matrix_set.stack_dims, shard.cut, shard.blocks.of_matrix
-            now, old = step_param.blocks.scales_of(local_part(step_param.momentum_scales), *place), step_param.old_scales
+            now, old = (
+                step_param.blocks.scales_of(local_part(step_param.momentum_scales), *place),
+                step_param.old_scales,
+            )
             pairs.append((now, now if old is None else step_param.blocks.scales_of(old, *place)))
     return pairs
 

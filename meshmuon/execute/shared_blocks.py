@@ -1,8 +1,8 @@
 """Scales of momentum in int8 whose blocks several ranks or several shards share: found before any shard is filled.
 
-(64, 300) over 4 ranks by columns: each holds 75 columns, and blocks of 128 are cut at columns 75, 150 and 225. Every rank finds
-the largest magnitude of its part of each block, and one small reduction over the ranks that share rows gives all of them the
-scales that one device would have found.
+(64, 300) over 4 ranks by columns: each holds 75 columns, and blocks of 128 are cut at columns 75, 150 and 225. Every
+rank finds the largest magnitude of its part of each block, and one small reduction over the ranks that share rows gives
+all of them the scales that one device would have found.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ def whole_momentum(step_param: StepParam) -> Int8Momentum:
 
 
 def find_shared_scales(step: RunningStep) -> None:
-    """Finds and stores the new scales of all momenta whose blocks are shared. Ranks that share some call in the same step."""
-    shares = [k for k, each in enumerate(step.params) if each.blocks is not None and each.blocks.shared and k not in step.idle]
+    """Finds and stores the new scales of all momenta whose blocks are shared. Ranks that share some call in the
+    same step.
+    """
+    shares = [
+        k for k, each in enumerate(step.params) if each.blocks is not None and each.blocks.shared and k not in step.idle
+    ]
     found = []
     for indices in grouped((k for k in shares if has_part(step.params[k].param)), lambda k: step.params[k].param):
         parts = [step.params[k] for k in indices]
@@ -69,11 +73,15 @@ def store_scales(found: Sequence[BlockMaxima]) -> None:
 
 
 def share_kept_scales(step: RunningStep, *, guarded: bool) -> None:
-    """After a step in which matrices may have kept their momentum: gives ranks without columns of these the scales, too.
+    """After a step in which matrices may have kept their momentum: gives ranks without columns of these the scales,
+    too.
 
-    (64, 300) in shards of 128, 128, 44 and 0 columns: the last rank sees no element of the update, so not that it has failed.
+    (64, 300) in shards of 128, 128, 44 and 0 columns: the last rank sees no element of the update, so not that it has
+    failed.
     """
-    unseen = [k for k, each in enumerate(step.params) if each.blocks is not None and each.blocks.unseen and k not in step.idle]
+    unseen = [
+        k for k, each in enumerate(step.params) if each.blocks is not None and each.blocks.unseen and k not in step.idle
+    ]
     may_stay = (k for k in unseen if (guarded or step.params[k].fallible) and has_part(step.params[k].param))
     found = []
     for indices in grouped(may_stay, lambda k: step.params[k].param):

@@ -43,7 +43,9 @@ class StepSettings:
 
 @dataclass(slots=True)
 class StepParam:
-    """One part of the plan in a step: a parameter, or a part of a fused one. Parts of one weight have the same ``param``."""
+    """One part of the plan in a step: a parameter, or a part of a fused one. Parts of one weight have the same
+    ``param``.
+    """
 
     param: Tensor  # the parameter, plain or DTensor; its gradient is freed through it
     momentum_buffer: Tensor | None  # its momentum, laid out like it; None where this rank keeps none, and between steps
@@ -57,11 +59,14 @@ class StepParam:
     zeros: Tensor | None = None  # stands in for a gradient that only other ranks have
     rules: tuple[UpdateRule, ...] = ()  # applied before and after orthogonalising, in this order
     rule_state: Sequence[Tensor] = ()  # for each rule that remembers, its numbers, laid out like the parameter
-    counter: Tensor | None = None  # key and count of the random bits of stochastic rounding; None for rounding to nearest
+    # key and count of the random bits of stochastic rounding; None for rounding to nearest
+    counter: Tensor | None = None
     momentum_scales: Tensor | None = None  # of momentum in int8; None for any other, and between steps
-    old_scales: Tensor | None = None  # on this rank, before the step, if new ``momentum_scales`` had to be found before all else
+    # on this rank, before the step, if new ``momentum_scales`` had to be found before all else
+    old_scales: Tensor | None = None
     blocks: MomentumBlocks | None = None  # of momentum in int8
-    elements: Elements | None = None  # the elements of the whole parameter that this rank holds, hashed; None without a counter
+    # the elements of the whole parameter that this rank holds, hashed; None without a counter
+    elements: Elements | None = None
 
     @property
     def grad(self) -> Tensor:
@@ -91,7 +96,8 @@ class StepParam:
     def fallible(self) -> bool:
         """Whether code of the user computes its updates, a scheme or a rule, which may raise in the middle of a step.
 
-        A matrix whose update fails keeps weights and momentum: what the momentum was is kept until the update is applied.
+        A matrix whose update fails keeps weights and momentum: what the momentum was is kept until the update is
+        applied.
         """
         return may_fail(self.scheme, self.rules)
 
@@ -111,7 +117,9 @@ class StepParam:
         return self.param.device.type != self.work_device.type
 
     def batch_item(self, count: int, *, key: Hashable = None) -> BatchItem:
-        """``count`` of its matrices as ``plan_batches`` sees them; matrices with different keys do not share a batch."""
+        """``count`` of its matrices as ``plan_batches`` sees them; matrices with different keys do not share a
+        batch.
+        """
         rows, cols = self.matrix_set.rows, self.matrix_set.cols
         size = pitch(rows, cols, self.update_dtype) * self.update_dtype.itemsize
         steps = self.scheme.steps if isinstance(self.scheme, Scheme) else ()
@@ -124,15 +132,18 @@ class StepParam:
 MatrixKey: TypeAlias = tuple[int, int]
 """A matrix of a plan: the index of its part in ``Plan.params``, and its index in the part."""
 CheckedUpdates: TypeAlias = "tuple[Sequence[str], Tensor]"
-"""The parameters of a batch, matrix by matrix, and on their device a number for each: NaN if its update is not finite, else 0."""
+"""The parameters of a batch, matrix by matrix, and on their device a number for each: NaN if its update is not
+finite, else 0.
+"""
 
 
 class Observer:
     """Watches a step while an executor runs it. This one measures nothing; it names the phases for the profiler.
 
-    An executor calls it on every rank, and on the main stream except for ``phase``, which is entered on the stream whose work it
-    surrounds. For each batch of whole matrices the order is ``momentum``, ``gram``, ``orthogonalised``, ``update``. The tensors
-    are the executor's own, valid during the call only; they must not be changed. What belongs to idle parameters has no meaning.
+    An executor calls it on every rank, and on the main stream except for ``phase``, which is entered on the stream
+    whose work it surrounds. For each batch of whole matrices the order is ``momentum``, ``gram``, ``orthogonalised``,
+    ``update``. The tensors are the executor's own, valid during the call only; they must not be changed. What belongs
+    to idle parameters has no meaning.
     """
 
     def phase(self, name: str, *, waits: bool = False) -> AbstractContextManager[Any]:
@@ -143,13 +154,16 @@ class Observer:
         """``buffer`` is about to be sent to other ranks."""
 
     def gradients(self, matrices: Sequence[MatrixKey], averages: Sequence[Tensor]) -> None:
-        """Gradients that were averaged at their owner; only where ranks have different gradients of the same weights."""
+        """Gradients that were averaged at their owner; only where ranks have different gradients of the same
+        weights.
+        """
 
     def momentum(self, matrices: Sequence[MatrixKey], stacked: Tensor, *, gram_follows: bool) -> None:
         """The momentum to orthogonalise, (batch, rows, cols), before any update rule."""
 
     def gram(self, matrices: Sequence[MatrixKey], gram: Tensor) -> None:
-        """A·Aᵀ of each of these matrices A, divided by its trace, in at least 32 bits; only if ``momentum`` has announced it.
+        """A·Aᵀ of each of these matrices A, divided by its trace, in at least 32 bits; only if ``momentum`` has
+        announced it.
 
         A is transposed where it has more rows than columns.
         """
@@ -169,8 +183,10 @@ UNOBSERVED = Observer()
 class RunningStep:
     """One step on one rank, as waves, batches and copies see it."""
 
-    params: Sequence[StepParam]  # one per part of the plan, in the order of ``Plan.params``: a ``part_index`` counts these
-    idle: AbstractSet[int] = frozenset()  # have no gradient on any rank: none is written, and what travels of them is arbitrary
+    # one per part of the plan, in the order of ``Plan.params``: a ``part_index`` counts these
+    params: Sequence[StepParam]
+    # have no gradient on any rank: none is written, and what travels of them is arbitrary
+    idle: AbstractSet[int] = frozenset()
     observer: Observer = UNOBSERVED
     exchange: Exchange | None = None  # between the ranks of the plan; None where nothing is exchanged
     elementwise: Elementwise = field(default_factory=Elementwise)
@@ -178,12 +194,16 @@ class RunningStep:
     ready: Mark = None  # where the main stream has all gradients
     failures: list[Exception] = field(default_factory=list)  # errors so far on this rank, for the end of the step
     only_compiles: bool = False  # nothing is exchanged, orthogonalised, written or freed
-    unreduced: list[tuple[Tensor, torch.device]] = field(default_factory=list)  # ``WeightSums.table``, and where ranks add it up
-    checked: list[CheckedUpdates] = field(default_factory=list)  # if updates are guarded, what this rank has orthogonalised
+    # ``WeightSums.table``, and where ranks add it up
+    unreduced: list[tuple[Tensor, torch.device]] = field(default_factory=list)
+    # if updates are guarded, what this rank has orthogonalised
+    checked: list[CheckedUpdates] = field(default_factory=list)
 
     def freed_gradients(self, indices: Iterable[int]) -> Iterator[Tensor]:
         """The local tensors of the gradients that ``free_gradients`` frees."""
-        return (local_part(self.params[k].grad) for k in indices if k not in self.idle and self.params[k].settings.free_grad)
+        return (
+            local_part(self.params[k].grad) for k in indices if k not in self.idle and self.params[k].settings.free_grad
+        )
 
     def free_gradients(self, indices: Iterable[int]) -> None:
         """Frees the gradients of those parameters whose param group asks for it."""

@@ -1,13 +1,14 @@
 """The elementwise work of a step on a GPU, as Triton kernels over lists of tensors. ``list_kernels`` launches them.
 
-Each kernel reads a table in device memory with a row per tensor: its sizes, where its tiles begin, and address and strides of
-every operand.
+Each kernel reads a table in device memory with a row per tensor: its sizes, where its tiles begin, and address and
+strides of every operand.
 
-A tensor is cut into tiles of rows × columns. A program finds its tensor by bisection of the tiles' beginnings, divides the index
-of each of its rows into that of the outer dims, and walks along the innermost dim without a division.
+A tensor is cut into tiles of rows × columns. A program finds its tensor by bisection of the tiles' beginnings, divides
+the index of each of its rows into that of the outer dims, and walks along the innermost dim without a division.
 
-All arithmetic is in float32. Numbers of bfloat16 are read and rounded by their bits, so that the interpreter gives what a GPU
-gives. Not yet run on a GPU: the tests run the kernels in Triton's interpreter and compile them for sm_80 to sm_120.
+All arithmetic is in float32. Numbers of bfloat16 are read and rounded by their bits, so that the interpreter gives what
+a GPU gives. Not yet run on a GPU: the tests run the kernels in Triton's interpreter and compile them for sm_80 to
+sm_120.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .int8 import BLOCK, LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS
 DIMS = 4
 """Most dims of a tensor after neighbouring ones are joined, the innermost included."""
 
-# A row of the table: its first tile, tiles side by side; of blocks that are cut, the columns before the first one and behind the
-# last one; sizes of ``DIMS`` dims; then address and strides of each operand.
+# A row of the table: its first tile, tiles side by side; of blocks that are cut, the columns before the first one and
+# behind the last one; sizes of ``DIMS`` dims; then address and strides of each operand.
 _HEAD = tl.constexpr(4 + DIMS)
 _OPERAND = tl.constexpr(1 + DIMS)
 
@@ -40,14 +41,16 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3, t
 """Dtypes that the kernels read and write, as they are told to the compiler."""
 
 IN_BLOCKS = 16
-"""The kind of numbers in int8 whose scales, as bytes, are operand n, is this and n. A row of a tile then is whole blocks."""
+"""The kind of numbers in int8 whose scales, as bytes, are operand n, is this and n. A row of a tile then is whole
+blocks.
+"""
 
 _IN_BLOCKS = tl.constexpr(IN_BLOCKS)
 
 
 def _jit(function: Callable[..., Any]) -> Any:
-    # triton.jit carries no types; this one place says so to the type checker. Lists grow and shrink with the parameters that have
-    # gradients: a length of 1 or a multiple of 16 would recompile them in the middle of a step.
+    # triton.jit carries no types; this one place says so to the type checker. Lists grow and shrink with the parameters
+    # that have gradients: a length of 1 or a multiple of 16 would recompile them in the middle of a step.
     return triton.jit(function, do_not_specialize=("tensors",))
 
 
@@ -60,8 +63,8 @@ def _locate(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> tl.tensor:
-    # The row of the table of this program's tensor, and the rows and columns of its tile in that tensor. Tiles begin where blocks
-    # do: where the first block is cut, the first columns are negative.
+    # The row of the table of this program's tensor, and the rows and columns of its tile in that tensor. Tiles begin
+    # where blocks do: where the first block is cut, the first columns are negative.
     program = tl.program_id(0)
     low = program * 0
     high = tensors - 1
@@ -142,7 +145,9 @@ def _read(
     elif kind == 2:
         numbers = numbers.to(tl.float32)
     elif kind >= _IN_BLOCKS:
-        numbers = numbers.to(tl.float32) * _of_elements(_read_scales(entry, kind - _IN_BLOCKS, i0, i1, i2, cols, inside))
+        numbers = numbers.to(tl.float32) * _of_elements(
+            _read_scales(entry, kind - _IN_BLOCKS, i0, i1, i2, cols, inside)
+        )
     return numbers
 
 
@@ -165,7 +170,8 @@ def _write(
     if kind == 1:
         bits = numbers.to(tl.int32, bitcast=True)
         rounded = bits + 0x7FFF + ((bits >> 16) & 1) if noise is None else bits + noise  # of two nearest, the even one
-        upper = tl.where(numbers != numbers, 0x7FC0, (rounded >> 16) & 0xFFFF)  # adding to a NaN's bits may give any number
+        # adding to a NaN's bits may give any number
+        upper = tl.where(numbers != numbers, 0x7FC0, (rounded >> 16) & 0xFFFF)
         tl.store(at, upper.to(tl.int16), mask=inside)
     elif kind >= _IN_BLOCKS:
         scales = _scales_from(numbers)
@@ -200,18 +206,31 @@ def _of_elements(numbers: tl.tensor) -> tl.tensor:
 
 @_jit
 def _scale_places(
-    entry: tl.tensor, operand: tl.constexpr, i0: tl.tensor, i1: tl.tensor, i2: tl.tensor, cols: tl.tensor, inside: tl.tensor
+    entry: tl.tensor,
+    operand: tl.constexpr,
+    i0: tl.tensor,
+    i1: tl.tensor,
+    i2: tl.tensor,
+    cols: tl.tensor,
+    inside: tl.tensor,
 ) -> tl.tensor:
     # Where the scales of a tile's blocks begin, bytes at any address, and which of them there are.
     count: tl.constexpr = inside.shape[1] // _BLOCK
     blocks = (tl.min(cols, axis=0) + tl.load(entry + 2)) // _BLOCK + tl.arange(0, count)
-    address, offsets = _offsets(entry, operand, i0, i1, i2, blocks, False)  # of the first scale of each row: its last stride is 0
+    # of the first scale of each row: its last stride is 0
+    address, offsets = _offsets(entry, operand, i0, i1, i2, blocks, False)
     return address + offsets + 2 * blocks[None, :], tl.max(_in_blocks(inside.to(tl.int32)), axis=2) > 0
 
 
 @_jit
 def _read_scales(
-    entry: tl.tensor, operand: tl.constexpr, i0: tl.tensor, i1: tl.tensor, i2: tl.tensor, cols: tl.tensor, inside: tl.tensor
+    entry: tl.tensor,
+    operand: tl.constexpr,
+    i0: tl.tensor,
+    i1: tl.tensor,
+    i2: tl.tensor,
+    cols: tl.tensor,
+    inside: tl.tensor,
 ) -> tl.tensor:
     at, there = _scale_places(entry, operand, i0, i1, i2, cols, inside)
     low = tl.load(at.to(tl.pointer_type(tl.int8)), mask=there, other=0).to(tl.int32) & 0xFF
@@ -238,11 +257,12 @@ def _write_scales(
 
 @_jit
 def _scales_from(numbers: tl.tensor) -> tl.tensor:
-    # The scale of each block, as ``int8`` has it; NaN where a number is not finite. Magnitudes are compared as integers: their
-    # order is that of the numbers, with infinity and NaN behind all others.
+    # The scale of each block, as ``int8`` has it; NaN where a number is not finite. Magnitudes are compared as
+    # integers: their order is that of the numbers, with infinity and NaN behind all others.
     largest = tl.max(_in_blocks(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF), axis=2)
     scales = tl.minimum(tl.maximum(largest.to(tl.float32, bitcast=True) * _PER_AMAX, _LEAST_SCALE), _MOST_SCALE)
-    scales = ((scales.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)  # up to the next of bfloat16
+    # up to the next of bfloat16
+    scales = ((scales.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
     return tl.where(largest >= 0x7F800000, float("nan"), scales)
 
 
@@ -315,8 +335,8 @@ def restore_kernel(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operands: what becomes what it was where the update is not finite, what it was, and the update; of an update in int8, the
-    # upper bytes of scales.
+    # Operands: what becomes what it was where the update is not finite, what it was, and the update; of an update in
+    # int8, the upper bytes of scales.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     update = _read(entry, 2, i0, i1, i2, cols, inside, kind_1, False)
     lost = inside & ((update & 0x7F) == 0x7F if kind_1 == 3 else update - update != 0)
@@ -368,8 +388,8 @@ def update_kernel(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operands: weight, update; if guarded, momentum and what it was; for stochastic rounding, the hashed rows and columns of the
-    # elements and the counter.
+    # Operands: weight, update; if guarded, momentum and what it was; for stochastic rounding, the hashed rows and
+    # columns of the elements and the counter.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     factor, step = _scalar(decay, decay_in_memory), _scalar(rate, rate_in_memory)
     update = _read(entry, 1, i0, i1, i2, cols, inside, kind_1, dense)
@@ -451,7 +471,8 @@ def fill_kernel(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operands: what is filled, with the float32 of these ``bits`` (a constant −0 may become 0), and the rows where it is: not 0.
+    # Operands: what is filled, with the float32 of these ``bits`` (a constant −0 may become 0), and the rows where it
+    # is: not 0.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     of_row = tl.max(inside.to(tl.int32), axis=1)[:, None] > 0
     filled = _read(entry, 1, i0, i1, i2, tl.arange(0, 1), of_row, kind_1, False) != 0

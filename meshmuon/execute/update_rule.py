@@ -17,27 +17,30 @@ class UpdateRule(Protocol):
 
     A rule is an option of a param group, the same on every rank. Who calls it:
 
-    1. ``remembers``: the optimizer, on every rank, while it checks parameters and creates state, at any step. It must always
-       return the same. A rule that remembers may have two attributes. ``memory_name`` is the key of its numbers in the state of a
-       parameter, ``"rule_memory_"`` and the name of its class unless given. ``axis`` says what has one number each: ``"rows"``
-       (outputs, unless given), ``"columns"`` (inputs), or ``"longer"``: whichever are more, the rows if there are as many.
+    1. ``remembers``: the optimizer, on every rank, while it checks parameters and creates state, at any step. It must
+       always return the same. A rule that remembers may have two attributes. ``memory_name`` is the key of its numbers
+       in the state of a parameter, ``"rule_memory_"`` and the name of its class unless given. ``axis`` says what has
+       one number each: ``"rows"`` (outputs, unless given), ``"columns"`` (inputs), or ``"longer"``: whichever are more,
+       the rows if there are as many.
     2. ``before``: the executor, at every step, once per batch, before the batch is orthogonalised.
     3. ``after``: the executor, in the same step, once the whole batch is orthogonalised.
-    4. ``scale``, if the rule has such a method: the executor, on every holder of a matrix, when the update has arrived there. It
-       gets ``WeightNumbers`` and returns the factors (decay, rate) of W ← decay·W − rate·U, one of each per matrix. It must not
-       raise: it is tried once, with ones, when a plan is prepared.
+    4. ``scale``, if the rule has such a method: the executor, on every holder of a matrix, when the update has arrived
+       there. It gets ``WeightNumbers`` and returns the factors (decay, rate) of W ← decay·W − rate·U, one of each per
+       matrix. It must not raise: it is tried once, with ones, when a plan is prepared.
 
-    ``before`` and ``after`` are called only where the matrices are whole: at their owner or, for a matrix that is not exchanged,
-    on every rank that holds it. They change their arguments in place, must treat each matrix independently of the others in the
-    batch, and must not communicate. Batches are (batch, outputs, inputs). The matrices of a batch, and their number,
-    may change from run to run; with ``deterministic=True`` it has one.
+    ``before`` and ``after`` are called only where the matrices are whole: at their owner or, for a matrix that is not
+    exchanged, on every rank that holds it. They change their arguments in place, must treat each matrix independently
+    of the others in the batch, and must not communicate. Batches are (batch, outputs, inputs). The matrices of a batch,
+    and their number, may change from run to run; with ``deterministic=True`` it has one.
 
-    Rules are compared and hashed to decide which parameters may share a batch; equal rules must do the same. Ranks compare the
-    ``repr`` of their rules, which must therefore be the same on every rank and must not contain an address.
+    Rules are compared and hashed to decide which parameters may share a batch; equal rules must do the same. Ranks
+    compare the ``repr`` of their rules, which must therefore be the same on every rank and must not contain an address.
     """
 
     def remembers(self) -> bool:
-        """Whether the rule keeps a number per row between steps. They start at zero and are part of the optimizer's state."""
+        """Whether the rule keeps a number per row between steps. They start at zero and are part of the optimizer's
+        state.
+        """
         ...
 
     def before(self, momentum: Tensor) -> None:
@@ -47,8 +50,8 @@ class UpdateRule(Protocol):
     def after(self, update: Tensor, memory: Tensor | None) -> None:
         """Changes the orthogonalised ``update``, (batch, outputs, inputs).
 
-        ``memory``, (batch, outputs, 1), is what the rule left there at the step before; None unless the rule ``remembers``. With
-        a number per column it is (batch, 1, inputs).
+        ``memory``, (batch, outputs, 1), is what the rule left there at the step before; None unless the rule
+        ``remembers``. With a number per column it is (batch, 1, inputs).
         """
         ...
 
@@ -71,10 +74,13 @@ def scaled(rules: Iterable[UpdateRule], numbers: WeightNumbers) -> WeightNumbers
     for rule in rules:
         if (scale := getattr(rule, "scale", None)) is not None:
             factors = scale(numbers)
-            if not isinstance(factors, tuple) or [getattr(factor, "shape", None) for factor in factors] != [numbers.lr.shape] * 2:
+            if (
+                not isinstance(factors, tuple)
+                or [getattr(factor, "shape", None) for factor in factors] != [numbers.lr.shape] * 2
+            ):
                 raise ConfigError(
-                    f"rule={shown(rule)}: its scale() must return two tensors (decay, rate) with one number per matrix each, as "
-                    f"numbers.decay and numbers.rate are; it returned {shown(factors)}."
+                    f"rule={shown(rule)}: its scale() must return two tensors (decay, rate) with one number per "
+                    f"matrix each, as numbers.decay and numbers.rate are; it returned {shown(factors)}."
                 )
             numbers = replace(numbers, decay=factors[0], rate=factors[1])
     return numbers

@@ -1,4 +1,6 @@
-"""Views into local tensors: ``Cut`` and ``LocalWindow`` say which rows and columns a part of a fused weight has there."""
+"""Views into local tensors: ``Cut`` and ``LocalWindow`` say which rows and columns a part of a fused weight has
+there.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from ..matrices import StridedRange, Window
 Cut: TypeAlias = "tuple[slice | StridedRange, ...]"
 """What to take of each dim of a tensor, from the first on. Only the last entry may be a range of several blocks.
 
-The cut ``(slice(2, 3), StridedRange(0, 4, 3, 6))`` of an (8, 18, 5) tensor takes three blocks of 4 rows of matrix 2: a view of
-shape (1, 3, 4, 5). One view holds all blocks, however many there are.
+The cut ``(slice(2, 3), StridedRange(0, 4, 3, 6))`` of an (8, 18, 5) tensor takes three blocks of 4 rows of matrix 2: a
+view of shape (1, 3, 4, 5). One view holds all blocks, however many there are.
 """
 
 
@@ -40,7 +42,9 @@ def cut_out_of_broadcast(tensor: Tensor, cut: Cut) -> Tensor:
 
 
 def window_of(tensor: Tensor, window: Window, stack_dims: int) -> Tensor:
-    """A view of the rows and columns of ``window`` in a whole parameter, whose first ``stack_dims`` dims count matrices."""
+    """A view of the rows and columns of ``window`` in a whole parameter, whose first ``stack_dims`` dims count
+    matrices.
+    """
     return cut_out(tensor, _cut(tuple(slice(None) for _ in range(stack_dims)), *window))
 
 
@@ -48,7 +52,8 @@ def window_of(tensor: Tensor, window: Window, stack_dims: int) -> Tensor:
 class LocalWindow:
     """Where the rows and columns of a window are in a local tensor.
 
-    Rows 12 to 24 of a fused (36, D) weight over 2 ranks: rows 12 to 18 of rank 0's local tensor, rows 0 to 6 of rank 1's.
+    Rows 12 to 24 of a fused (36, D) weight over 2 ranks: rows 12 to 18 of rank 0's local tensor, rows 0 to 6 of rank
+    1's.
     """
 
     rows: tuple[StridedRange, ...]
@@ -60,7 +65,9 @@ class LocalWindow:
         return cls(local_indices(rows_held, window[0]), local_indices(cols_held, window[1]))
 
     def shape(self, stack: Sequence[int], more: Sequence[int]) -> torch.Size:
-        """Shape of what is inside; ``stack`` are the sizes of the dims before the rows, ``more`` those after the columns."""
+        """Shape of what is inside; ``stack`` are the sizes of the dims before the rows, ``more`` those after the
+        columns.
+        """
         lengths = (sum(part.length for part in parts) for parts in (self.rows, self.cols))
         return torch.Size((*stack, *lengths, *more))
 

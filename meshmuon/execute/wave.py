@@ -1,8 +1,8 @@
 """One wave on one rank: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates.
 
-``Wave.run`` is the whole way in reading order. It is a generator that yields twice, after each of its two exchanges has started,
-so that other waves can work meanwhile; once more if it sends its results in a turn of their own, and if rules ask for sums over
-weights. A matrix that is whole on its rank needs no exchange: ``local_batch.py``.
+``Wave.run`` is the whole way in reading order. It is a generator that yields twice, after each of its two exchanges has
+started, so that other waves can work meanwhile; once more if it sends its results in a turn of their own, and if rules
+ask for sums over weights. A matrix that is whole on its rank needs no exchange: ``local_batch.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class RankWave(Protocol):
     def scatter(self) -> PreparedExchange: ...
 
     def run(self, step: RunningStep) -> Iterator[None]:
-        """A step of the wave. If all of its parameters are idle, it keeps its turns, which decide which buffers are free."""
+        """A step of the wave. If all of its parameters are idle, it keeps its turns, which decide which buffers are
+        free.
+        """
         ...
 
 
@@ -53,18 +55,21 @@ class Wave:
     fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
     repeated: frozenset[MatrixKey]  # matrices of the plan that several ranks compute, for different holders
     shared: Sequence[int]  # the parts that all ranks know of, in the same order on all of them
-    # Gathers are waited for beside the main stream, where a rank without matrices of the wave starts the scatter, too: the others
-    # do not wait for what it computes in another wave. All waves are in flight, none is finished before the last has computed.
+    # Gathers are waited for beside the main stream, where a rank without matrices of the wave starts the scatter, too:
+    # the others do not wait for what it computes in another wave. All waves are in flight, none is finished before the
+    # last has computed.
     beside: bool = False
     sends_last: bool = False  # the results are sent in a turn of their own
-    stage: Stage | None = None  # copies between host memory, where the views are, and the device; None if both are the same
+    # copies between host memory, where the views are, and the device; None if both are the same
+    stage: Stage | None = None
 
     def run(self, step: RunningStep) -> Iterator[None]:
         if self.params <= step.idle:
             yield from (None,) * (3 if self.sends_last else 2)
             return
         observer, streams = step.observer, step.streams
-        # The side stream does elementwise work and exchanges, the main stream orthogonalises. On a CPU all work runs in order.
+        # The side stream does elementwise work and exchanges, the main stream orthogonalises. On a CPU all work runs in
+        # order.
         with streams.on_side_stream(step.ready, step.freed_gradients(self.frees)), observer.phase("momentum"):
             old_momenta = self.update_views.copy_momenta(step)
             fallible_momenta = self.momentum_views.fill(step)
@@ -75,7 +80,8 @@ class Wave:
         step.free_gradients(self.frees)
         yield
         with streams.on_side_stream(step.ready) if self.beside else nullcontext(), observer.phase("gather", waits=True):
-            # An exchange runs after what its stream was given before it, so that the main stream waits for the side stream, too.
+            # An exchange runs after what its stream was given before it, so that the main stream waits for the side
+            # stream, too.
             gather.wait()
         if self.beside and self.owned_batches:
             streams.main_waits(streams.side_mark())
@@ -108,7 +114,11 @@ class Wave:
         """
         assert step.exchange is not None
         owned = {key for batch in self.owned_batches for key in batch.ortho_batch.matrices}
-        own = [error for error in step.failures if isinstance(error, OrthogonalizeError) and owned.issuperset(error.matrices)]
+        own = [
+            error
+            for error in step.failures
+            if isinstance(error, OrthogonalizeError) and owned.issuperset(error.matrices)
+        ]
         # A rank may have parameters that others do not know of, so that its indices mean nothing to them.
         position = {part: k for k, part in enumerate(self.shared)}
         here = [(error.names, error.reason, [(position[part], m) for part, m in error.matrices]) for error in own]
@@ -165,7 +175,8 @@ NO_COPIES = CopyPairs([], [])
 class Hop:
     """One exchange of the process group: flat views of two buffers, and elements per rank of the group.
 
-    A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0, 12, 0].
+    A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0,
+    12, 0].
     """
 
     received: Tensor

@@ -1,14 +1,15 @@
-"""What update rules may know of a weight: its norm, that of its update, and the inner product of the two, matrix by matrix.
+"""What update rules may know of a weight: its norm, that of its update, and the inner product of the two, matrix by
+matrix.
 
-The owner of a matrix has its update, the holders have the weight. The update reaches the holders with the scatter, so each of
-them adds up its own products then. One reduction over the ranks completes the sums of all waves that are finished together, by
-default the last six, often all; matrices that are whole on their rank need none. What a rule makes of the sums is two factors per
-matrix, with which the holders apply the update.
+The owner of a matrix has its update, the holders have the weight. The update reaches the holders with the scatter, so
+each of them adds up its own products then. One reduction over the ranks completes the sums of all waves that are
+finished together, by default the last six, often all; matrices that are whole on their rank need none. What a rule
+makes of the sums is two factors per matrix, with which the holders apply the update.
 
-Sums of floating point numbers depend on their order, and so on the layout. These are sums of integers. Powers of 2 to the 32 are
-the places of a number. In each stretch of elements the largest product says which place is the highest; of every product the
-digits there and in the two places below are added up, and the rest is cut off. In the end, digits count in the three highest
-places that the matrix has anywhere, in which no stretch has cut off any.
+Sums of floating point numbers depend on their order, and so on the layout. These are sums of integers. Powers of 2 to
+the 32 are the places of a number. In each stretch of elements the largest product says which place is the highest; of
+every product the digits there and in the two places below are added up, and the rest is cut off. In the end, digits
+count in the three highest places that the matrix has anywhere, in which no stretch has cut off any.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _PRODUCTS = 3  # weight², update², weight·update
 
 
 def new_table(matrices: int, device: torch.device) -> Tensor:
-    """Zeros: for each matrix and product the sums of the digits by place, and the number of stretches by their highest place."""
+    """Zeros: for each matrix and product the sums of the digits by place, and the number of stretches by their
+    highest place.
+    """
     return torch.zeros(matrices, _PRODUCTS, 2, _PLACES + 1, dtype=torch.int64, device=device)
 
 
@@ -94,10 +97,13 @@ class Factors:
         # A step with an lr of 0, also one that is skipped, changes nothing.
         return cls(torch.where(lr == 0, 0.0, 1 - numbers.decay), torch.where(lr == 0, 0.0, numbers.rate))
 
-    def change(self, weights: Tensor, updates: Tensor, rows: slice, settings: StepSettings, dtype: torch.dtype) -> Tensor:
+    def change(
+        self, weights: Tensor, updates: Tensor, rows: slice, settings: StepSettings, dtype: torch.dtype
+    ) -> Tensor:
         """What is to be subtracted from ``weights``. Overwrites ``updates`` if they have this ``dtype``.
 
-        ``rows`` are the matrices that both begin with; if it is one matrix, they may lack that dim. Every operation rounds once.
+        ``rows`` are the matrices that both begin with; if it is one matrix, they may lack that dim. Every operation
+        rounds once.
         """
         count = rows.stop - rows.start
         stacked = (count, *[1] * (weights.dim() - 1)) if count > 1 else ()
@@ -117,7 +123,9 @@ class WeightSums:
     reduced_on: torch.device | None = None  # where ranks add up their tables; None if all matrices are whole
 
     def add_up(self, parts: Iterable[tuple[slice, Tensor, Tensor]], step: RunningStep) -> bool:
-        """Fills the table from ``parts``: rows of the table, weights and updates. Returns whether other ranks have more of it."""
+        """Fills the table from ``parts``: rows of the table, weights and updates. Returns whether other ranks have
+        more of it.
+        """
         self.table.zero_()
         for rows, weights, updates in parts:
             add_products(self.table[rows], weights, updates)
@@ -127,12 +135,16 @@ class WeightSums:
 
 
 def reduce_tables(step: RunningStep) -> None:
-    """Completes the tables of all waves that are about to apply their updates, on all ranks, in one reduction per device."""
+    """Completes the tables of all waves that are about to apply their updates, on all ranks, in one reduction per
+    device.
+    """
     assert step.exchange is not None
     with step.streams.on_side_stream(step.ready):
         for device in dict.fromkeys(device for _, device in step.unreduced):
             tables = [table for table, reduced_on in step.unreduced if reduced_on == device]
             total = copy_to(torch.cat(tables), device)
             step.exchange.add_up(total, phase="scatter")
-            torch._foreach_copy_(tables, torch.split(copy_to(total, tables[0].device), [len(table) for table in tables]))
+            torch._foreach_copy_(
+                tables, torch.split(copy_to(total, tables[0].device), [len(table) for table in tables])
+            )
     step.unreduced.clear()

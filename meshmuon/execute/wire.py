@@ -1,8 +1,9 @@
 """What travels: dtypes to the owners and back, and the copies into int8 and out of it.
 
-Every element of a matrix that is exchanged is rounded, also what its owner holds itself: bits do not depend on who owns what.
-Pieces in int8 that stay on their rank are therefore stored as if they had travelled. Where a holder has only a part of a block,
-it does not know the block's scale: then pieces are gathered as they are, and the owner rounds the matrix (``by_owner``).
+Every element of a matrix that is exchanged is rounded, also what its owner holds itself: bits do not depend on who owns
+what. Pieces in int8 that stay on their rank are therefore stored as if they had travelled. Where a holder has only a
+part of a block, it does not know the block's scale: then pieces are gathered as they are, and the owner rounds the
+matrix (``by_owner``).
 """
 
 from __future__ import annotations

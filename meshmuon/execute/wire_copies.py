@@ -57,11 +57,13 @@ class Way(NamedTuple):
         return list(zip((self.owned, self.staying), self.of_dtype(matrices, shards), strict=True))
 
 
-def beside_wire(builder: ProgramBuilder, name: str, wave: int, way: Way, buffer: Tensor) -> tuple[PieceViews, CopyPairs]:
+def beside_wire(
+    builder: ProgramBuilder, name: str, wave: int, way: Way, buffer: Tensor
+) -> tuple[PieceViews, CopyPairs]:
     """Where this rank's pieces of a wave are for its weights, and the copies between there and the exchange buffer.
 
-    They are in the exchange buffer itself. A piece in int8 that is no single view of the weight with its blocks in order is in
-    memory of its own, called ``name``, as numbers that are copied from or to there.
+    They are in the exchange buffer itself. A piece in int8 that is no single view of the weight with its blocks in
+    order is in memory of its own, called ``name``, as numbers that are copied from or to there.
     """
     buffer = buffer.view(way.dtype)
     views: list[tuple[PieceTransfer, list[ShardView]]] = []
@@ -83,12 +85,17 @@ def beside_wire(builder: ProgramBuilder, name: str, wave: int, way: Way, buffer:
 
 
 def owned_batch(
-    builder: ProgramBuilder, batch: MatrixBatch, ortho_batch: OrthoBatch, unpack_from: Places, pack_into: Places, wire: LaneWire
+    builder: ProgramBuilder,
+    batch: MatrixBatch,
+    ortho_batch: OrthoBatch,
+    unpack_from: Places,
+    pack_into: Places,
+    wire: LaneWire,
 ) -> OwnedBatch:
     """A batch with its copies.
 
-    ``unpack_from`` says where the pieces lie in the buffers when the gather is done, ``pack_into`` where the pieces of the
-    result must go.
+    ``unpack_from`` says where the pieces lie in the buffers when the gather is done, ``pack_into`` where the pieces of
+    the result must go.
     """
     position = {matrix.task: k for k, matrix in enumerate(batch)}
     arrived, leaving = (
@@ -98,7 +105,9 @@ def owned_batch(
         ]
         for places in (unpack_from, pack_into)
     )
-    (in_batch, in_buffers), (out_of_batch, into_buffers) = (_views(places, ortho_batch.stacked) for places in (arrived, leaving))
+    (in_batch, in_buffers), (out_of_batch, into_buffers) = (
+        _views(places, ortho_batch.stacked) for places in (arrived, leaving)
+    )
     unpack, pack = CopyPairs(in_batch, in_buffers), CopyPairs(into_buffers, out_of_batch)
     return OwnedBatch(ortho_batch, unpack, pack, rounds=wire.by_owner)
 
@@ -114,7 +123,9 @@ def _views(places: PlacedPieces, stacked: Tensor) -> tuple[list[Numbers], list[N
 
 def update_views(builder: ProgramBuilder, wave: int, views: PieceViews) -> UpdateViews:
     """The views of a wave's updates. The table of sums has a row for each of its tasks whose rules ask for them."""
-    tasks = (t for t, task in enumerate(builder.plan.tasks) if task.wave == wave and builder.step_params[task.param].scales)
+    tasks = (
+        t for t, task in enumerate(builder.plan.tasks) if task.wave == wave and builder.step_params[task.param].scales
+    )
     rows, shards = {task: row for row, task in enumerate(tasks)}, list[ShardView]()
     for transfer, of_piece in views:
         if (row := rows.get(transfer.task)) is not None:

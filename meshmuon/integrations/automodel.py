@@ -20,8 +20,9 @@ class MuonConfig(OptimizerConfig):
     """One ``Muon`` for each part of a model, with the default param groups of that part.
 
     Args:
-        param_group_overrides: Automodel's own: entries with ``pattern``, ``lr_mult`` and ``wd_mult``. A parameter follows the
-            first entry whose pattern is found in its name. Automodel's scheduler multiplies lr and weight decay by them.
+        param_group_overrides: Automodel's own: entries with ``pattern``, ``lr_mult`` and ``wd_mult``. A parameter
+            follows the first entry whose pattern is found in its name. Automodel's scheduler multiplies lr and weight
+            decay by them.
         options: options of ``get_default_muon_param_groups`` and of ``Muon``; ``betas`` and ``eps`` are AdamW's.
 
     Example::
@@ -42,7 +43,9 @@ class MuonConfig(OptimizerConfig):
 
         Automodel has sharded and loaded the model by then, so that ``prepare()`` of each is called as well.
         """
-        optimizers = [muon_for(part, keys=self._multipliers, **self._options) for part in getattr(model, "parts", [model])]
+        optimizers = [
+            muon_for(part, keys=self._multipliers, **self._options) for part in getattr(model, "parts", [model])
+        ]
         for optimizer in optimizers:
             optimizer.prepare()
         return optimizers
@@ -56,6 +59,7 @@ class MuonConfig(OptimizerConfig):
     def build_from_param_groups(self, param_groups: Any, *, device_mesh: Any = None) -> Muon:
         """Refused: groups of parameters without names do not say which of them are embeddings and heads."""
         raise UnsupportedError(
-            "this recipe of NeMo Automodel makes param groups without names, in which embeddings and heads cannot be told from "
-            "matrices. Build the optimizer in a subclass of the recipe: muon_for(model, ...) of meshmuon.integrations.factory."
+            "this recipe of NeMo Automodel makes param groups without names, in which embeddings and heads cannot be "
+            "told from matrices. Build the optimizer in a subclass of the recipe: muon_for(model, ...) of "
+            "meshmuon.integrations.factory."
         )

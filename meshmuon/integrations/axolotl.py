@@ -36,7 +36,8 @@ class MuonPlugin(BasePlugin):
         options = cfg.get("optim_args") or {}
         if not isinstance(options, Mapping):
             raise ConfigError(
-                f"optim_args={shown(options)} must be a dict of options of Muon, such as optim_args: {{momentum: 0.95}}."
+                f"optim_args={shown(options)} must be a dict of options of Muon, such as optim_args: {{momentum: "
+                f"0.95}}."
             )
         by_own_names(options)  # refuses unknown ones before anything is loaded
         for name in _OTHER_GROUPS:

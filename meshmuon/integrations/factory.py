@@ -1,4 +1,6 @@
-"""Muon for trainers that make the optimizer themselves: built from the module, with options by the names that trainers use."""
+"""Muon for trainers that make the optimizer themselves: built from the module, with options by the names that
+trainers use.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,25 @@ _ROUTING_OPTIONS = tuple(inspect.signature(get_default_muon_param_groups).parame
 def muon_for(model: nn.Module, *, keys: Callable[[str], Mapping[str, Any]] | None = None, **options: Any) -> Muon:
     """Builds the optimizer of a model in one call: default param groups, then ``Muon``.
 
-    It is for trainers that would call ``optimizer_class(model.parameters(), lr=..., weight_decay=...)``: parameters without names
-    do not say which of them are embeddings, heads and norms.
+    It is for trainers that would call ``optimizer_class(model.parameters(), lr=..., weight_decay=...)``: parameters
+    without names do not say which of them are embeddings, heads and norms.
 
     Args:
-        model: the model as it will be trained. Shard it first, unless the trainer exchanges the parameters of the optimizer, as
-            Accelerate does.
+        model: the model as it will be trained. Shard it first, unless the trainer exchanges the parameters of the
+            optimizer, as Accelerate does.
         keys: ``name -> dict``: further keys of the param group that the parameter goes to, such as ``{"lr": 1e-4}`` or
             ``{"weight_decay": 0.0}``. Parameters of one default group with equal keys share a group.
-        options: options of ``get_default_muon_param_groups`` and of ``Muon``. ``betas`` and ``eps`` are AdamW's, as trainers
-            call them.
+        options: options of ``get_default_muon_param_groups`` and of ``Muon``. ``betas`` and ``eps`` are AdamW's, as
+            trainers call them.
     """
     options = by_own_names(options)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; it must be the torch.nn.Module that will be trained.")
     if not (keys is None or callable(keys)):
         raise ConfigError(f"keys={shown(keys)} must be a function of a parameter's name that returns a dict of keys.")
-    groups = get_default_muon_param_groups(model, **{name: options.pop(name) for name in _ROUTING_OPTIONS if name in options})
+    groups = get_default_muon_param_groups(
+        model, **{name: options.pop(name) for name in _ROUTING_OPTIONS if name in options}
+    )
     if keys is not None:
         groups = _split_by_keys(groups, keys, model)
     return Muon(groups, **options)
@@ -73,5 +77,7 @@ def _further_keys(keys: Callable[[str], Mapping[str, Any]], name: str) -> dict[s
     except Exception as error:
         raise ConfigError(f"keys failed for {name} with {type(error).__name__}: {error}") from error
     if reserved := {"params", "names", "param_names", "use_muon"} & set(further):
-        raise ConfigError(f"keys({name!r}): {min(reserved)} is decided by get_default_muon_param_groups, or is_muon_func.")
+        raise ConfigError(
+            f"keys({name!r}): {min(reserved)} is decided by get_default_muon_param_groups, or is_muon_func."
+        )
     return further

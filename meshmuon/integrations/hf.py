@@ -24,7 +24,8 @@ class muon:  # noqa: N801  # read as what it does; Trainer asks for a class, mak
     Example::
 
         Trainer(model, args, train_dataset=..., optimizer_cls_and_kwargs=(muon, {"lr": 1e-3, "weight_decay": 0.1}))
-        Trainer(model, args, train_dataset=..., optimizer_cls_and_kwargs=(muon, {"training_args": args, "momentum": 0.9}))
+        Trainer(model, args, train_dataset=..., optimizer_cls_and_kwargs=(muon, {"training_args": args, "momentum":
+        0.9}))
     """
 
     def __call__(self, model: nn.Module, training_args: TrainingArguments | None = None, **options: Any) -> Muon:
@@ -38,13 +39,14 @@ class muon:  # noqa: N801  # read as what it does; Trainer asks for a class, mak
         options = {**_options_in(training_args), **by_own_names(options)}
         if "lr" not in options:
             raise ConfigError(
-                "muon was given no lr, and Trainer does not pass on that of its arguments: write optimizer_cls_and_kwargs="
+                "muon was given no lr, and Trainer does not pass on that of its arguments: write "
+                "optimizer_cls_and_kwargs="
                 '(muon, {"lr": 1e-3, "weight_decay": 0.1}), or (muon, {"training_args": args}) to take both from args.'
             )
         if deepspeed_config() is not None:
             raise UnsupportedError(
-                "DeepSpeed ZeRO flattens the weights after Trainer has built the optimizer, so that there are no matrices to "
-                "orthogonalise. Shard with FSDP2 instead: TrainingArguments(fsdp=True), without deepspeed."
+                "DeepSpeed ZeRO flattens the weights after Trainer has built the optimizer, so that there are no "
+                "matrices to orthogonalise. Shard with FSDP2 instead: TrainingArguments(fsdp=True), without deepspeed."
             )
         return muon_for(model, **options)
 
@@ -58,7 +60,12 @@ class PrepareMuon(TrainerCallback):
     """
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Called by the Trainer on every process."""
         muon = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
@@ -69,9 +76,9 @@ class PrepareMuon(TrainerCallback):
 class MuonMetrics(PrepareMuon):
     """Adds the measurements of an optimizer that was built with ``metrics=`` to the logs of a ``Trainer``.
 
-    They reach everything that ``report_to`` names, under the names of ``meshmuon.metrics.flat``. Alarms are printed on the main
-    process. Measure as often as the Trainer logs, or more rarely: ``metrics=args.logging_steps``. It does what ``PrepareMuon``
-    does as well.
+    They reach everything that ``report_to`` names, under the names of ``meshmuon.metrics.flat``. Alarms are printed on
+    the main process. Measure as often as the Trainer logs, or more rarely: ``metrics=args.logging_steps``. It does what
+    ``PrepareMuon`` does as well.
 
     Example::
 
@@ -110,7 +117,8 @@ def _options_in(args: TrainingArguments | None) -> dict[str, Any]:
         return {}
     if not isinstance(args, TrainingArguments):
         raise ConfigError(
-            f"training_args={shown(args)} must be the TrainingArguments of the Trainer. Options of Muon stand beside it: "
+            f"training_args={shown(args)} must be the TrainingArguments of the Trainer. Options of Muon stand beside "
+            "it: "
             'optimizer_cls_and_kwargs=(muon, {"lr": 1e-3, "weight_decay": 0.1}).'
         )
     return {

@@ -1,4 +1,5 @@
-"""Lightning and Fabric: ``muon`` builds the optimizer, ``MuonMonitor`` logs where parameters go and how training proceeds.
+"""Lightning and Fabric: ``muon`` builds the optimizer, ``MuonMonitor`` logs where parameters go and how training
+proceeds.
 
 Needs ``pip install lightning``. Clipping, accumulation, schedules and checkpoints are Lightning's: docs/trainers.md.
 """
@@ -32,11 +33,13 @@ def muon(module: nn.Module, fabric: Fabric | None = None, **options: Any) -> Muo
     Args:
         module: the LightningModule, or with Fabric any module.
         fabric: the launched Fabric, if there is one.
-        options: options of ``get_default_muon_param_groups`` and of ``Muon``. ``replica_group=None`` lets each DDP process
-            compute everything.
+        options: options of ``get_default_muon_param_groups`` and of ``Muon``. ``replica_group=None`` lets each DDP
+            process compute everything.
     """
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"module is a {type(module).__name__}; it must be the LightningModule, or with Fabric any nn.Module.")
+        raise ConfigError(
+            f"module is a {type(module).__name__}; it must be the LightningModule, or with Fabric any nn.Module."
+        )
     if fabric is not None and not isinstance(fabric, Fabric):
         raise ConfigError(f"fabric={shown(fabric)} must be the launched lightning.Fabric, or None without Fabric.")
     options.setdefault("replica_group", dist.group.WORLD if _replicated(module, fabric) else None)
@@ -57,13 +60,14 @@ class MuonMonitor(Callback):
 
     Before the first batch it calls ``prepare()`` of each Muon: the model is sharded then, and a checkpoint is loaded.
 
-    The metrics are ``muon/lr``, ``muon/lr_adamw`` (with a number behind them for further groups) and ``muon/skipped_steps``.
-    They belong to the step that is about to be made. An optimizer that was built with ``metrics=`` adds its last measurement, by
-    the names of ``meshmuon.metrics.flat``; alarms about it are warned of on rank 0.
+    The metrics are ``muon/lr``, ``muon/lr_adamw`` (with a number behind them for further groups) and
+    ``muon/skipped_steps``. They belong to the step that is about to be made. An optimizer that was built with
+    ``metrics=`` adds its last measurement, by the names of ``meshmuon.metrics.flat``; alarms about it are warned of on
+    rank 0.
 
     Args:
-        every_n_steps: how often to log; by default as often as the trainer logs (``log_every_n_steps``). Counting skipped steps
-            waits for a GPU.
+        every_n_steps: how often to log; by default as often as the trainer logs (``log_every_n_steps``). Counting
+            skipped steps waits for a GPU.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """torchtitan: a container that builds Muon, and the config that selects it.
 
-Needs ``pip install torchtitan``. The trainer's own clipping, accumulation, schedule, checkpoints and metrics work with it:
-docs/trainers.md.
+Needs ``pip install torchtitan``. The trainer's own clipping, accumulation, schedule, checkpoints and metrics work with
+it: docs/trainers.md.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .factory import by_own_names
 class MuonContainer(OptimizersContainer[Muon]):
     """torchtitan's container of optimizers, with Muon: one per model part, so that pipeline stages plan alone.
 
-    Without ``param_groups`` in the config, each part gets its default param groups. With them, torchtitan's patterns decide: an
-    entry with ``optimizer_name="Muon"`` needs ``use_muon`` among its ``optimizer_kwargs``. torchtitan builds it after it has
-    sharded and initialised the model, so that it also calls ``prepare()`` of each.
+    Without ``param_groups`` in the config, each part gets its default param groups. With them, torchtitan's patterns
+    decide: an entry with ``optimizer_name="Muon"`` needs ``use_muon`` among its ``optimizer_kwargs``. torchtitan builds
+    it after it has sharded and initialised the model, so that it also calls ``prepare()`` of each.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -45,7 +45,9 @@ class MuonContainer(OptimizersContainer[Muon]):
         """Weight decay of all groups that set none."""
 
         options: dict[str, Any] = field(default_factory=dict)
-        """Further options of ``Muon``. ``none_grad`` is False unless set: CUDA graphs write into the same gradients again."""
+        """Further options of ``Muon``. ``none_grad`` is False unless set: CUDA graphs write into the same gradients
+        again.
+        """
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":
@@ -79,10 +81,11 @@ class MuonContainer(OptimizersContainer[Muon]):
         return {"Muon": groups}, {"Muon": ["Muon" if group["use_muon"] else "AdamW" for group in groups]}
 
     def metrics(self) -> dict[str, float]:
-        """The last measurements of all model parts, for ``MetricsProcessor.log(..., extra_metrics=container.metrics())``.
+        """The last measurements of all model parts, for ``MetricsProcessor.log(...,
+        extra_metrics=container.metrics())``.
 
-        Needs ``muon(..., metrics=10)``. Numbers of part k of a pipeline begin with ``muon/part k/``; those of a single part with
-        ``muon/``.
+        Needs ``muon(..., metrics=10)``. Numbers of part k of a pipeline begin with ``muon/part k/``; those of a single
+        part with ``muon/``.
         """
         parts = [optimizer for optimizer in self.optimizers if isinstance(optimizer, Muon) and optimizer.measures]
         found: dict[str, float] = {}

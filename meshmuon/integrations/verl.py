@@ -1,7 +1,7 @@
 """verl: an optimizer that its configuration can name. Nothing of verl is imported.
 
-verl calls ``getattr(import_module(optimizer_impl), optimizer)(module.parameters(), lr=..., weight_decay=..., **overrides)``, and
-adds ``betas`` if the name contains "adam".
+verl calls ``getattr(import_module(optimizer_impl), optimizer)(module.parameters(), lr=..., weight_decay=...,
+**overrides)``, and adds ``betas`` if the name contains "adam".
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def muon_adamw(parameters: Any, **options: Any) -> Muon:
     verl has sharded and loaded the module by then, so that ``prepare()`` is called as well, on all ranks.
 
     Args:
-        parameters: torch's ``module.parameters()`` as it was returned, or the module itself. The names and modules of the
-            parameters are read from the module. Anything else is refused: a list does not lead to the module, and
-            ``recurse=False``, a generator that was read from or a ``parameters()`` that the module's class defines itself may
-            be a part of its parameters.
+        parameters: torch's ``module.parameters()`` as it was returned, or the module itself. The names and modules of
+            the parameters are read from the module. Anything else is refused: a list does not lead to the module, and
+            ``recurse=False``, a generator that was read from or a ``parameters()`` that the module's class defines
+            itself may be a part of its parameters.
         options: options of ``get_default_muon_param_groups`` and of ``Muon``; ``betas`` are AdamW's.
 
     Example::
@@ -34,10 +34,10 @@ def muon_adamw(parameters: Any, **options: Any) -> Muon:
     module = module_behind(parameters)
     if module is None:
         raise ConfigError(
-            f"parameters is a {type(parameters).__name__}, which does not say which module it is from, or may be only a part of "
-            "its parameters; muon_adamw needs the module, or the result of torch's own module.parameters() before it is read. To "
-            "train a part, call requires_grad_(False) on the rest and write muon_for(module, ...) of "
-            "meshmuon.integrations.factory."
+            f"parameters is a {type(parameters).__name__}, which does not say which module it is from, or may be only "
+            "a part of its parameters; muon_adamw needs the module, or the result of torch's own module.parameters() "
+            "before it is read. To train a part, call requires_grad_(False) on the rest and write muon_for(module, "
+            "...) of meshmuon.integrations.factory."
         )
     optimizer = muon_for(module, **by_own_names(options))
     optimizer.prepare()

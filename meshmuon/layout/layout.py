@@ -1,10 +1,12 @@
 """A tensor's layout over a mesh: which of its elements each rank holds.
 
-A mesh has axes, a tensor has dims. Everything is computed from shapes and placements, without tensors and process groups: a mesh
-of thousands of ranks takes milliseconds. Plans are made of the pieces that ``shard_matrices`` finds from ``Layout.cuts``.
+A mesh has axes, a tensor has dims. Everything is computed from shapes and placements, without tensors and process
+groups: a mesh of thousands of ranks takes milliseconds. Plans are made of the pieces that ``shard_matrices`` finds from
+``Layout.cuts``.
 
-What a rank holds of a dim is a list of half-open index ranges, in the order of its local tensor: one range for plain sharding,
-several for strided sharding. 18 rows over 8 ranks: ((0, 3),), ((3, 6),), … ((15, 18),) on ranks 0 to 5, and () on ranks 6 and 7.
+What a rank holds of a dim is a list of half-open index ranges, in the order of its local tensor: one range for plain
+sharding, several for strided sharding. 18 rows over 8 ranks: ((0, 3),), ((3, 6),), … ((15, 18),) on ranks 0 to 5, and
+() on ranks 6 and 7.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ Placement: TypeAlias = Replicated | Sharded
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Global ranks in the order of the mesh, the last axis running fastest: ranks 0 to 5 as (2, 3) are [[0, 1, 2], [3, 4, 5]]."""
+    """Global ranks in the order of the mesh, the last axis running fastest: ranks 0 to 5 as (2, 3) are [[0, 1, 2],
+    [3, 4, 5]].
+    """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -59,7 +63,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if math.prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
-            raise ConfigError(f"a mesh of shape {self.shape} needs {math.prod(self.shape)} different ranks, got {self.ranks}")
+            raise ConfigError(
+                f"a mesh of shape {self.shape} needs {math.prod(self.shape)} different ranks, got {self.ranks}"
+            )
         # Both are needed once per parameter, and look at every rank.
         object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
         run = len(self.ranks) > 2 and self.ranks == tuple(range(self.ranks[0], self.ranks[-1] + 1))
@@ -77,8 +83,8 @@ class Mesh:
 class Layout:
     """How a tensor of ``shape`` lies on ``mesh``: one placement per mesh axis, applied from the first axis to the last.
 
-    (8, 6) on a 2×2 mesh of ranks 0 to 3 with placements (Replicated, Sharded(0)): ranks 0 and 2 hold rows 0–3, ranks 1 and 3 hold
-    rows 4–7.
+    (8, 6) on a 2×2 mesh of ranks 0 to 3 with placements (Replicated, Sharded(0)): ranks 0 and 2 hold rows 0–3, ranks 1
+    and 3 hold rows 4–7.
     """
 
     shape: tuple[int, ...]
@@ -89,7 +95,9 @@ class Layout:
         if len(self.placements) != len(self.mesh.shape):
             raise ConfigError(f"{len(self.placements)} placements for a mesh of {len(self.mesh.shape)} axes")
         for placement in self.placements:
-            if isinstance(placement, Sharded) and not (0 <= placement.dim < len(self.shape) and placement.split_factor >= 1):
+            if isinstance(placement, Sharded) and not (
+                0 <= placement.dim < len(self.shape) and placement.split_factor >= 1
+            ):
                 raise ConfigError(f"{placement} does not fit a tensor of shape {self.shape}")
 
     def __str__(self) -> str:
@@ -106,7 +114,9 @@ class Layout:
         return tuple(length(ranges) for ranges in self.held_ranges(rank))
 
     def holders(self) -> dict[tuple[Ranges, ...], list[int]]:
-        """What is held of each dim → the ranks that hold it, in the order of the mesh. Ranks that hold nothing are left out."""
+        """What is held of each dim → the ranks that hold it, in the order of the mesh. Ranks that hold nothing are
+        left out.
+        """
         holders: dict[tuple[Ranges, ...], list[int]] = {}
         for rank in self.mesh.ranks:
             held = self.held_ranges(rank)
@@ -120,7 +130,9 @@ class Layout:
 
     def cuts(self, dim: int) -> tuple[Ranges, ...]:
         """The ranges of each shard into which the mesh cuts ``dim``; ``shard_index`` says which one a rank holds."""
-        split_factors = [1 if isinstance(placement, Replicated) else placement.split_factor for placement in self.placements]
+        split_factors = [
+            1 if isinstance(placement, Replicated) else placement.split_factor for placement in self.placements
+        ]
         return cut(self.shape[dim], tuple((self.mesh.shape[axis], split_factors[axis]) for axis in self.axes(dim)))
 
     def shard_index(self, dim: int, coordinate: Sequence[int]) -> int:
@@ -153,14 +165,14 @@ def length(ranges: Ranges) -> int:
 def cut(size: int, chain: tuple[tuple[int, int], ...]) -> tuple[Ranges, ...]:
     """Cuts a dim of ``size`` over several mesh axes, one after the other.
 
-    ``cut(8, ((2, 1), (2, 1)))`` gives rows 0–1, 2–3, 4–5 and 6–7 to the four ranks of a 2×2 mesh. ``cut(8, ((2, 2),))`` gives
-    rows 0–1 and 4–5 to the first of two ranks, rows 2–3 and 6–7 to the second.
+    ``cut(8, ((2, 1), (2, 1)))`` gives rows 0–1, 2–3, 4–5 and 6–7 to the four ranks of a 2×2 mesh. ``cut(8, ((2, 2),))``
+    gives rows 0–1 and 4–5 to the first of two ranks, rows 2–3 and 6–7 to the second.
 
     Args:
         size: length of the dim.
-        chain: (ranks, split factor) of each mesh axis that shards the dim, in the order of the mesh. A split factor above 1
-            first cuts the dim into that many chunks, then cuts each chunk into one shard per rank and gives shard *i* of all
-            of them to rank *i*.
+        chain: (ranks, split factor) of each mesh axis that shards the dim, in the order of the mesh. A split factor
+            above 1 first cuts the dim into that many chunks, then cuts each chunk into one shard per rank and gives
+            shard *i* of all of them to rank *i*.
 
     Returns:
         The ranges of every combination of coordinates on those axes, the last axis running fastest.
@@ -176,14 +188,17 @@ def positions(ranges: Ranges, strided: StridedRange) -> Ranges:
 
     The indices 2 to 9 are ``StridedRange(2, 8)``, of which ((0, 3), (8, 12)) has the positions ((0, 1), (6, 8)).
     """
-    return merged((first, last) for first, last in ((strided.before(a), strided.before(b)) for a, b in ranges) if first < last)
+    return merged(
+        (first, last) for first, last in ((strided.before(a), strided.before(b)) for a, b in ranges) if first < last
+    )
 
 
 def local_indices(ranges: Ranges, strided: StridedRange) -> tuple[StridedRange, ...]:
     """Where the indices of ``strided`` are in the local dim of a rank that holds ``ranges``, in order.
 
-    A rank with the indices 3 to 11 holds one index of the first block of ``StridedRange(0, 4, 3, 5)``, the second block, and two
-    indices of the third: ``StridedRange(0, 1)``, ``StridedRange(2, 4)`` and ``StridedRange(7, 2)`` of its local dim.
+    A rank with the indices 3 to 11 holds one index of the first block of ``StridedRange(0, 4, 3, 5)``, the second
+    block, and two indices of the third: ``StridedRange(0, 1)``, ``StridedRange(2, 4)`` and ``StridedRange(7, 2)`` of
+    its local dim.
     """
     found: list[StridedRange] = []
     offset = 0

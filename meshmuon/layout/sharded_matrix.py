@@ -14,7 +14,8 @@ from .layout import Layout, Ranges, coordinates, flat_index, length, merged, pos
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a rank holds of a matrix: all combinations of row ranges and column ranges, in the order of its local tensor.
+    """What a rank holds of a matrix: all combinations of row ranges and column ranges, in the order of its local
+    tensor.
 
     Rows 4–7 of an (8, 6) matrix that ranks 1 and 3 hold: ``Piece(((4, 8),), ((0, 6),), (1, 3))``.
     """
@@ -44,7 +45,9 @@ class ShardedMatrix:
     holdings: dict[int, tuple[int, int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        holdings = {rank: (k, replica) for k, piece in enumerate(self.pieces) for replica, rank in enumerate(piece.holders)}
+        holdings = {
+            rank: (k, replica) for k, piece in enumerate(self.pieces) for replica, rank in enumerate(piece.holders)
+        }
         object.__setattr__(self, "holdings", holdings)
         self._check_pieces()
 
@@ -88,8 +91,8 @@ class ShardedMatrix:
     def _check_pieces(self) -> None:
         """Raises unless every element is in exactly one piece, and every rank holds at most one piece in one replica.
 
-        The second makes ``holdings`` the inverse of ``Piece.holders``: ``sends_to`` tells a rank to send its piece exactly when
-        ``senders`` tells the owner to expect it.
+        The second makes ``holdings`` the inverse of ``Piece.holders``: ``sends_to`` tells a rank to send its piece
+        exactly when ``senders`` tells the owner to expect it.
         """
         rows, cols = {piece.rows for piece in self.pieces}, {piece.cols for piece in self.pieces}
         grid = {(piece.rows, piece.cols) for piece in self.pieces}
@@ -105,13 +108,13 @@ class ShardedMatrix:
 def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None) -> tuple[ShardedMatrix, ...]:
     """The pieces and holders of every matrix of a parameter; matrices with the same holders share one object.
 
-    Experts (8, 64, 48) with dim 0 sharded over a 2-rank axis and dim 1 over a 4-rank axis: two objects, for experts 0–3 and 4–7,
-    each with four pieces of 16 rows.
+    Experts (8, 64, 48) with dim 0 sharded over a 2-rank axis and dim 1 over a 4-rank axis: two objects, for experts 0–3
+    and 4–7, each with four pieces of 16 rows.
 
     Args:
         layout: the parameter's layout.
-        stack_dims: number of leading dims that index the matrices (0: the parameter is one matrix; 1: a stack of experts). The
-            next dim is the rows, the remaining ones are the columns.
+        stack_dims: number of leading dims that index the matrices (0: the parameter is one matrix; 1: a stack of
+            experts). The next dim is the rows, the remaining ones are the columns.
         window: which rows and columns of the parameter the matrices are; None for all of them.
     """
     columns = range(stack_dims + 1, len(layout.shape))
@@ -126,7 +129,8 @@ def shard_matrices(layout: Layout, stack_dims: int, window: Window | None = None
         row_cuts = tuple(positions(ranges, rows) for ranges in row_cuts)
         column_cuts = {shards: positions(ranges, cols) for shards, ranges in column_cuts.items()}
         shape = rows.length, cols.length
-    # For each shard of the stack, (shard of the rows, shards of the column dims) → its holders; number k is in replica k.
+    # For each shard of the stack, (shard of the rows, shards of the column dims) → its holders; number k is in replica
+    # k.
     held: list[dict[tuple[int, tuple[int, ...]], list[int]]] = [{} for _ in stack_cuts]
     for rank, coordinate in coordinates(layout.mesh).items():
         column_shards = tuple(flat_index(mesh_shape, coordinate, axes) for axes in column_axes)

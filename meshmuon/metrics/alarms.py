@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _LOSES_UPDATES = {"bfloat16": 2.0**-10, "float16": 2.0**-13, "float32": 2.0**-26, "float64": 2.0**-55}
-"""Updates below this share of the weight vanish when the weight is rounded to nearest: a quarter of its last digit's step."""
+"""Updates below this share of the weight vanish when the weight is rounded to nearest: a quarter of its last
+digit's step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +19,12 @@ class Limits:
     """From where on something counts as wrong.
 
     Attributes:
-        patience: number of successive measurements that must show it. An lr of the wrong convention is said at the first.
-        update_to_weight: largest healthy norm of an update over that of its weight.
-        logits: largest healthy attention logit, as long as logits grow.
-        growth: how much logits must have grown over ``patience`` measurements.
-        stable_rank: largest stable rank of a momentum that counts as rank one.
-        apart: how much farther the entries of Muon's matrices may move in a step than those of any parameter of AdamW.
-        behind: how much less than those of any of them.
-        update_rms: by how much their entries may move in a step at most, whatever AdamW does.
+        patience: number of successive measurements that must show it. An lr of the wrong convention is said at the
+        first. update_to_weight: largest healthy norm of an update over that of its weight. logits: largest healthy
+        attention logit, as long as logits grow. growth: how much logits must have grown over ``patience`` measurements.
+        stable_rank: largest stable rank of a momentum that counts as rank one. apart: how much farther the entries of
+        Muon's matrices may move in a step than those of any parameter of AdamW. behind: how much less than those of any
+        of them. update_rms: by how much their entries may move in a step at most, whatever AdamW does.
     """
 
     patience: int = 3
@@ -95,21 +95,22 @@ class Health:
             yield (
                 "update too large",
                 name,
-                f"{name} changes by {ratio:.0%} of its norm in every step; above {limits.update_to_weight:.0%} training usually "
-                "diverges. Lower the lr of its group, or warm it up for longer.",
+                f"{name} changes by {ratio:.0%} of its norm in every step; above {limits.update_to_weight:.0%} "
+                "training usually diverges. Lower the lr of its group, or warm it up for longer.",
             )
         if values["lr"] and not values["gradient_norm"]:
             yield (
                 "stopped moving",
                 name,
-                f"{name} has a gradient of zeros: what still moves it is old momentum. Look for a branch of the model that no "
-                "longer reaches the loss, a dead activation, or an expert that gets no tokens.",
+                f"{name} has a gradient of zeros: what still moves it is old momentum. Look for a branch of the model "
+                "that no longer reaches the loss, a dead activation, or an expert that gets no tokens.",
             )
         elif values["lr"] and values["rounding"] == "nearest" and 0 < ratio < _LOSES_UPDATES.get(values["dtype"], 0.0):
             yield (
                 "stopped moving",
                 name,
-                f"{name} is {values['dtype']}, and its updates of {ratio:.1e} of its norm vanish when it is rounded. Keep the "
+                f"{name} is {values['dtype']}, and its updates of {ratio:.1e} of its norm vanish when it is rounded. "
+                "Keep the "
                 'weights in float32, or pass rounding="stochastic" if they are bfloat16.',
             )
         if rank < limits.stable_rank and values["momentum_norm"] and min(values["rows"], values["cols"]) > 3:
@@ -117,8 +118,8 @@ class Health:
                 "rank one",
                 name,
                 f"{name} has a momentum of stable rank {rank:.2f}: all gradients point in one "
-                "direction, and orthogonalising amplifies noise in all others. Look for a bias in the input (a mean that is "
-                "not removed), a batch of equal samples, or a gradient that clipping shrinks to one outlier.",
+                "direction, and orthogonalising amplifies noise in all others. Look for a bias in the input (a mean "
+                "that is not removed), a batch of equal samples, or a gradient that clipping shrinks to one outlier.",
             )
 
     def _of_logits(self, layers: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, str, str]]:
@@ -131,8 +132,9 @@ class Health:
                 yield (
                     "logits grow",
                     f"layer {layer}",
-                    f"the attention logits of layer {layer} have grown from {past[0]:.0f} to {past[-1]:.0f}: softmax is about to "
-                    "saturate. Lower the threshold of QK-clip, give it the logits of every step, or use QK-norm.",
+                    f"the attention logits of layer {layer} have grown from {past[0]:.0f} to {past[-1]:.0f}: softmax "
+                    "is about to saturate. Lower the threshold of QK-clip, give it the logits of every step, or use "
+                    "QK-norm.",
                 )
 
     def _of_rates(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -1,4 +1,6 @@
-"""The metrics of an optimizer: which steps are measured, what is kept between them, and when the host gets to see it."""
+"""The metrics of an optimizer: which steps are measured, what is kept between them, and when the host gets to see
+it.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from .spectra import squares
 class Meter:
     """Measures every k-th step of an optimizer; one without ``options`` measures nothing.
 
-    At every step the optimizer calls ``begin_step``. It calls ``prepare`` when the plan is new and, if ``is_due``, ``begin``
-    before the executor runs and ``finish`` after it. All ranks measure the same steps.
+    At every step the optimizer calls ``begin_step``. It calls ``prepare`` when the plan is new and, if ``is_due``,
+    ``begin`` before the executor runs and ``finish`` after it. All ranks measure the same steps.
 
-    With ``by_owners`` the owners of matrices see them whole; without, all ranks of their meshes do. ``clip_threshold`` is that of
-    QK-clip.
+    With ``by_owners`` the owners of matrices see them whole; without, all ranks of their meshes do. ``clip_threshold``
+    is that of QK-clip.
     """
 
     def __init__(self, options: Metrics | None, *, by_owners: bool, clip_threshold: float) -> None:
@@ -58,18 +60,21 @@ class Meter:
         for named in params:
             if is_staged(named.param):
                 return UnsupportedError(
-                    f"{named.name} is in host memory on a mesh of devices (FSDP2's CPUOffloadPolicy), and metrics would make the "
-                    "host wait for the device. Leave out metrics=; or leave out the policy and call "
+                    f"{named.name} is in host memory on a mesh of devices (FSDP2's CPUOffloadPolicy), and metrics "
+                    "would make the host wait for the device. Leave out metrics=; or leave out the policy and call "
                     "optimizer.turn_on_cpu_offload(), which keeps the optimizer's state in host memory and measures."
                 )
             if named.param.device != device:
                 return UnsupportedError(
-                    f"{named.name} is on {named.param.device} and {params[0].name} on {device}: metrics are measured on one "
-                    "device, without making it wait for another. Leave out metrics=, or put all weights on one device."
+                    f"{named.name} is on {named.param.device} and {params[0].name} on {device}: metrics are measured "
+                    "on one device, without making it wait for another. Leave out metrics=, or put all weights on one "
+                    "device."
                 )
         return None
 
-    def prepare(self, decision: StepDecision, params: Sequence[ParamRecord], layouts: Sequence[tuple[Layout, ...]]) -> None:
+    def prepare(
+        self, decision: StepDecision, params: Sequence[ParamRecord], layouts: Sequence[tuple[Layout, ...]]
+    ) -> None:
         """Makes room for the numbers of a plan. The vectors of the weights start over.
 
         All ranks call it at the same steps, also those whose own plan is as it was.
@@ -124,7 +129,8 @@ class Meter:
         skip_mask: Tensor | None,
         logits: Mapping[Any, Tensor],
     ) -> Exception | None:
-        """Reduces the numbers over the ranks and sends them to the host, which need not wait. Returns this rank's first error.
+        """Reduces the numbers over the ranks and sends them to the host, which need not wait. Returns this rank's first
+        error.
 
         ``logits`` has, by layer, the largest logit of each head; it is empty without QK-clip.
         """
@@ -132,7 +138,9 @@ class Meter:
         assert numbers is not None
         scalars: dict[str, Any] = {"skipped steps": skipped, "skipped": 0.0 if skip_mask is None else skip_mask}
         scalars |= {f"lr {k}": group["lr"] for k, group in enumerate(groups)}
-        on_device = {name: value for name, value in scalars.items() if isinstance(value, Tensor) and not known_to_host(value)}
+        on_device = {
+            name: value for name, value in scalars.items() if isinstance(value, Tensor) and not known_to_host(value)
+        }
         known = {name: float(value) for name, value in scalars.items() if name not in on_device}
         with recorder.phase("metrics"), torch.inference_mode(False), torch.no_grad():
             self._write_seconds(recorder, numbers.seconds[numbers.ranks.index(decision.rank)])
@@ -154,13 +162,18 @@ class Meter:
                     recorder=recorder,
                     stored=stored,
                 )
-                # At most two if they are never read: one that has arrived on the host, and one that the device still computes.
+                # At most two if they are never read: one that has arrived on the host, and one that the device still
+                # computes.
                 self._pending = [*self._pending[-1:], measurement]
         return recorder.failure.take()
 
     def _write_seconds(self, recorder: StepRecorder, places: Tensor) -> None:
-        """Tells the other ranks the seconds of this one: of this step or, where the device is not done with it, of an earlier."""
-        known = (one.seconds() for one in (recorder, *(measurement.recorder for measurement in reversed(self._pending))))
+        """Tells the other ranks the seconds of this one: of this step or, where the device is not done with it, of
+        an earlier.
+        """
+        known = (
+            one.seconds() for one in (recorder, *(measurement.recorder for measurement in reversed(self._pending)))
+        )
         seconds = next((one for one in known if one is not None), self._seconds_before)
         if seconds is not None:
             for place, name in zip(places, PHASES, strict=True):
@@ -178,7 +191,9 @@ class Meter:
 
     @torch.no_grad()
     def read(self, *, wait: bool) -> dict[str, Any]:
-        """The latest measurement that the host knows; with ``wait``, the latest that was begun. Empty before the first."""
+        """The latest measurement that the host knows; with ``wait``, the latest that was begun. Empty before the
+        first.
+        """
         if self.options is None:
             raise ConfigError("this optimizer measures nothing: build it with metrics=10, to measure every 10th step.")
         if self._transfers is not None and self._pending and wait:

@@ -85,7 +85,9 @@ class Measured:
         return self.record.param.numel() if self.matrices is None else self.matrices.rows * self.matrices.cols
 
 
-def _measured(decision: StepDecision, params: Sequence[ParamRecord], layouts: Sequence[tuple[Layout, ...]]) -> Iterator[Measured]:
+def _measured(
+    decision: StepDecision, params: Sequence[ParamRecord], layouts: Sequence[tuple[Layout, ...]]
+) -> Iterator[Measured]:
     """Parameters of the plan in its order, then those of AdamW; the same on all ranks as far as they are shared."""
     several = decision.exchange is not None
     for index, (planned, (k, part)) in enumerate(zip(decision.plan.params, decision.planned_parts, strict=True)):
@@ -183,7 +185,9 @@ class Numbers:
         """Where this rank writes about these matrices of the plan."""
         return self._once(
             ("matrices", *matrices),
-            lambda: torch.tensor([self.first_rows[p] + m if self._reported[p, m] else self._nowhere for p, m in matrices]),
+            lambda: torch.tensor(
+                [self.first_rows[p] + m if self._reported[p, m] else self._nowhere for p, m in matrices]
+            ),
         )
 
     def indices(self, rows: Sequence[int]) -> Tensor:

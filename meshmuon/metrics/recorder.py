@@ -50,7 +50,9 @@ class StepRecorder(Observer):
             yield
 
     def seconds(self) -> dict[str, float] | None:
-        """Seconds of each phase, without those of phases inside it; None as long as the device is not done with all of them."""
+        """Seconds of each phase, without those of phases inside it; None as long as the device is not done with all
+        of them.
+        """
         total = dict.fromkeys(PHASES, 0.0)
         for name, around, begin, end in self._spans:
             duration = self._stopwatch.seconds(begin, end)
@@ -98,7 +100,9 @@ class StepRecorder(Observer):
         self._numbers.write(self._numbers.rows_of(matrices), column, values)
 
     def before_adamw(self, indices: Sequence[int], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Measures gradients and weights of parameters that AdamW is about to step. ``indices`` are theirs in the optimizer."""
+        """Measures gradients and weights of parameters that AdamW is about to step. ``indices`` are theirs in the
+        optimizer.
+        """
         self.adamw_stepped.update(indices)
         self._write_adamw(indices, Column.GRADIENT, lambda k: _squares(grads[k]))
         self._write_adamw(indices, Column.WEIGHT, lambda k: _squares(params[k]))

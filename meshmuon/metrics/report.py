@@ -81,8 +81,8 @@ class Measurement:
 
     step: int
     numbers: Numbers
-    # Tensors in host memory, and numbers that the host knew: "table", "seconds", "logits 0", …, "skipped", "skipped steps",
-    # "lr 0", …
+    # Tensors in host memory, and numbers that the host knew: "table", "seconds", "logits 0", …, "skipped", "skipped
+    # steps", "lr 0", …
     told: Mapping[str, Any]
     threshold: float  # of QK-clip
     idle: frozenset[int]  # indices in ``Plan.params``
@@ -117,7 +117,9 @@ def report(measurement: Measurement) -> dict[str, Any]:
     for k, measured in enumerate(numbers.measured):
         matrices, group_index = measured.matrices, measured.record.group_index
         muon = matrices is not None
-        stepped = measured.index not in measurement.idle if muon else measured.index in measurement.recorder.adamw_stepped
+        stepped = (
+            measured.index not in measurement.idle if muon else measured.index in measurement.recorder.adamw_stepped
+        )
         if not stepped or not measured.elements:  # there is nothing to say of an empty matrix
             continue
         rows = told["table"][numbers.first_rows[k] :][: measured.rows].double()
@@ -125,7 +127,9 @@ def report(measurement: Measurement) -> dict[str, Any]:
         group = measurement.groups[group_index]
         rates = _rates(float(told[f"lr {group_index}"]), rows, measured, group)
         for name, row, lr, sigma in zip(measured.names, rows.tolist(), rates, sigmas, strict=True):
-            values = _values_of(row, measured, lr, sigma, rounding=group["rounding"], vectors=numbers.vectors is not None)
+            values = _values_of(
+                row, measured, lr, sigma, rounding=group["rounding"], vectors=numbers.vectors is not None
+            )
             content["matrices" if muon else "adamw"][name] = values
             by_group.setdefault(group_index, []).append(values)
             by_kind.setdefault(measured.kind, []).append(values)
@@ -135,14 +139,18 @@ def report(measurement: Measurement) -> dict[str, Any]:
 
 
 def _rates(lr: float, rows: Tensor, measured: Measured, group: Mapping[str, Any]) -> list[float]:
-    """What the update of each matrix was multiplied by. Rules with ``scale`` see an inner product of 0, which is not measured."""
+    """What the update of each matrix was multiplied by. Rules with ``scale`` see an inner product of 0, which is
+    not measured.
+    """
     matrices, rules = measured.matrices, measured.record.rules
     rate = lr * (lr_factor(group["adjust_lr_fn"], *matrices.lr_shape) if matrices is not None else 1.0)
     if matrices is None or not lr or not any(hasattr(rule, "scale") for rule in rules):
         return [rate] * len(rows)
     weight, update, zero = rows[:, Column.WEIGHT].sqrt(), rows[:, Column.UPDATE].sqrt(), torch.zeros_like(rows[:, 0])
     decay = 1 - lr * group["weight_decay"]
-    numbers = scaled(rules, WeightNumbers(weight, update, zero, zero + lr, zero + rate, zero + decay, matrices.lr_shape))
+    numbers = scaled(
+        rules, WeightNumbers(weight, update, zero, zero + lr, zero + rate, zero + decay, matrices.lr_shape)
+    )
     return (zero + numbers.rate).tolist()
 
 
@@ -155,7 +163,9 @@ def _aggregate(members: Sequence[Mapping[str, Any]]) -> Values:
             found[name] = math.sqrt(math.fsum(x * x for x in values))
         elif values and how == "mean":
             found[name] = math.fsum(values) / len(values)
-        found |= {f"{name}_{extreme}": {"max": max, "min": min}[extreme](values) for extreme in extremes.split() if values}
+        found |= {
+            f"{name}_{extreme}": {"max": max, "min": min}[extreme](values) for extreme in extremes.split() if values
+        }
     return found
 
 
@@ -198,7 +208,9 @@ def flat(metrics: Mapping[str, Any], *, prefix: str = "muon/", matrices: bool = 
     parts += [("matrices", "matrix"), ("adamw", "adamw")] if matrices else []
     for key, singular in parts:
         for name, values in metrics[key].items():
-            found |= {f"{singular}/{name}/{what}": float(x) for what, x in values.items() if isinstance(x, (int, float))}
+            found |= {
+                f"{singular}/{name}/{what}": float(x) for what, x in values.items() if isinstance(x, (int, float))
+            }
     for key in ("seconds", "bytes", "balance"):
         found |= {f"{key}/{what}": float(x) for what, x in metrics[key].items() if isinstance(x, (int, float))}
     return {prefix + name: value for name, value in found.items()}

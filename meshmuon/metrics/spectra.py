@@ -1,8 +1,8 @@
 """Singular values of matrices, from a few products with vectors.
 
-The largest singular value of A comes from a Lanczos iteration on A·Aᵀ with a fixed start vector. Its coefficients are computed
-where the matrix is. What follows from them, the eigenvalues of a tiny tridiagonal matrix, is worked out on the host, on
-demand.
+The largest singular value of A comes from a Lanczos iteration on A·Aᵀ with a fixed start vector. Its coefficients are
+computed where the matrix is. What follows from them, the eigenvalues of a tiny tridiagonal matrix, is worked out on the
+host, on demand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..ortho import Scheme
 PROBES = 4
 """Number of directions that estimate how far a matrix is from orthogonal."""
 
-_EXHAUSTED = 1e-5  # what is shorter, relative to the largest coefficient so far, is rounding: there is no further direction
+# what is shorter, relative to the largest coefficient so far, is rounding: there is no further direction
+_EXHAUSTED = 1e-5
 _SEED = 20_261
 
 Multiply: TypeAlias = Callable[[Tensor], Tensor]
@@ -29,7 +30,9 @@ Multiply: TypeAlias = Callable[[Tensor], Tensor]
 
 @lru_cache(maxsize=256)
 def probes(size: int, count: int = PROBES) -> Tensor:
-    """Fixed orthonormal directions, (count, size) or (size, size) if that is less: the same on all ranks and in all runs."""
+    """Fixed orthonormal directions, (count, size) or (size, size) if that is less: the same on all ranks and in all
+    runs.
+    """
     generator = torch.Generator("cpu").manual_seed(_SEED + size)
     gaussian = torch.randn(size, min(size, count), generator=generator, dtype=torch.float64, device="cpu")
     directions: Tensor = torch.linalg.qr(gaussian)[0]
@@ -44,8 +47,8 @@ def wide(stacked: Tensor) -> Tensor:
 def squares(stacked: Tensor) -> Tensor:
     """The squared Frobenius norm of each matrix of a batch, (batch,), in float64.
 
-    Rows are added up in the matrix's dtype, or in float32, the sums of the rows in float64: the order of the rows, and over how
-    many ranks they are spread, then changes little.
+    Rows are added up in the matrix's dtype, or in float32, the sums of the rows in float64: the order of the rows, and
+    over how many ranks they are spread, then changes little.
     """
     dtype = torch.float64 if stacked.dtype == torch.float64 else torch.float32
     rows: Tensor = torch.linalg.vector_norm(stacked, dim=-1, dtype=dtype).double()
@@ -55,8 +58,9 @@ def squares(stacked: Tensor) -> Tensor:
 def tridiagonalise(multiply: Multiply, start: Tensor, iterations: int) -> Tensor:
     """Coefficients of tridiagonal matrices whose eigenvalues approximate those of larger symmetric matrices.
 
-    A Lanczos iteration in which each new vector is made orthogonal to the two before it. Rounding may bring earlier ones back,
-    which repeats eigenvalues of a tridiagonal matrix but makes none of them larger than the largest of the matrix.
+    A Lanczos iteration in which each new vector is made orthogonal to the two before it. Rounding may bring earlier
+    ones back, which repeats eigenvalues of a tridiagonal matrix but makes none of them larger than the largest of the
+    matrix.
 
     Args:
         multiply: multiplies the vectors by the matrices.
@@ -101,15 +105,17 @@ def multiply_each(matrices: Tensor, vectors: Tensor) -> Tensor:
     """
     if matrices.device.type != "cpu":
         return torch.bmm(matrices, vectors.unsqueeze(2)).squeeze(2)
-    return torch.stack([torch.mv(matrix, vector) for matrix, vector in zip(matrices.unbind(), vectors.unbind(), strict=True)])
+    return torch.stack(
+        [torch.mv(matrix, vector) for matrix, vector in zip(matrices.unbind(), vectors.unbind(), strict=True)]
+    )
 
 
 def defects(stacked: Tensor, directions: Tensor) -> Tensor:
     """How far the matrices of a batch are from being orthogonal, (batch, 2), in float64.
 
-    For a matrix A with at most as many rows as columns and singular values s, these are the means of (1 − s²)² and (1 − s²)⁴ over
-    its rows, estimated by the means of |(I − A·Aᵀ)·z|² and |(I − A·Aᵀ)²·z|² over the orthonormal rows z of ``directions``.
-    With as many directions as rows they are exact.
+    For a matrix A with at most as many rows as columns and singular values s, these are the means of (1 − s²)² and (1 −
+    s²)⁴ over its rows, estimated by the means of |(I − A·Aᵀ)·z|² and |(I − A·Aᵀ)²·z|² over the orthonormal rows z of
+    ``directions``. With as many directions as rows they are exact.
     """
     a = wide(stacked)
     both = a.new_empty(a.size(0), 2, *directions.shape)
@@ -124,8 +130,8 @@ def defects(stacked: Tensor, directions: Tensor) -> Tensor:
 def largest_singular_values(coefficients: Tensor) -> Tensor:
     """The largest singular value of each matrix relative to its Frobenius norm, (batch,), never above the true one.
 
-    ``coefficients`` are what ``tridiagonalise`` returned, on the host. Those of a broken run, and of a matrix of zeros, count as
-    zeros: LAPACK refuses infinities and NaN.
+    ``coefficients`` are what ``tridiagonalise`` returned, on the host. Those of a broken run, and of a matrix of zeros,
+    count as zeros: LAPACK refuses infinities and NaN.
     """
     finite = torch.where(coefficients.isfinite().all(1, keepdim=True), coefficients.double(), 0.0)
     diagonal, beside = torch.tensor_split(finite, 2, dim=1)
@@ -136,7 +142,8 @@ def largest_singular_values(coefficients: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def bound_of(scheme: Scheme) -> float:
-    """The smallest singular value, relative to the Frobenius norm, that a scheme brings as near to 1 as it brings larger ones.
+    """The smallest singular value, relative to the Frobenius norm, that a scheme brings as near to 1 as it brings
+    larger ones.
 
     For ``polar_express(l=1e-3)`` it is 1e-3. The worst distance from 1 is taken over [0.1, 1].
     """

@@ -1,9 +1,10 @@
-"""A rank's own pieces of the weights: what it counts of their norms, and its part in finding their largest singular values.
+"""A rank's own pieces of the weights: what it counts of their norms, and its part in finding their largest singular
+values.
 
-No rank holds a weight whole. Each adds its part of a product of the weight and a vector, and the sum over the ranks is the
-product. Every measured step makes half a power iteration: W·v, then Wᵀ·(W·v) at the next one, and so on. The products travel in
-the one reduction that the step makes anyway, and their lengths approach the largest singular value from below. The first
-measured step makes ``FIRST_HALVES`` of them, with a reduction between each and the next.
+No rank holds a weight whole. Each adds its part of a product of the weight and a vector, and the sum over the ranks is
+the product. Every measured step makes half a power iteration: W·v, then Wᵀ·(W·v) at the next one, and so on. The
+products travel in the one reduction that the step makes anyway, and their lengths approach the largest singular value
+from below. The first measured step makes ``FIRST_HALVES`` of them, with a reduction between each and the next.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ def counts_here(layouts: Sequence[Layout], rank: int) -> bool:
     coordinate = coordinates(layouts[0].mesh).get(rank)
     if coordinate is None:
         return False
-    return not any(coordinate[axis] for axis, place in enumerate(layouts[0].placements) if isinstance(place, Replicated))
+    return not any(
+        coordinate[axis] for axis, place in enumerate(layouts[0].placements) if isinstance(place, Replicated)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LocalMatrices:
-    """The part of a planned parameter that this rank holds and counts: pieces of some of its matrices, cut identically."""
+    """The part of a planned parameter that this rank holds and counts: pieces of some of its matrices, cut
+    identically.
+    """
 
     numbers: Tensor  # which of the parameter's matrices
     rows: Tensor  # which of their rows and columns
@@ -90,7 +95,9 @@ def _indices(ranges: Ranges) -> Tensor:
 
 def _in_window(held: Ranges, window: StridedRange, device: torch.device) -> slice | Tensor:
     """Where the indices of a window are in the local dim of a rank that holds ``held``."""
-    parts = [(part.start + k * part.period, part.size) for part in local_indices(held, window) for k in range(part.count)]
+    parts = [
+        (part.start + k * part.period, part.size) for part in local_indices(held, window) for k in range(part.count)
+    ]
     ranges = [(start, start + size) for start, size in parts]
     return slice(*ranges[0]) if len(ranges) == 1 else _indices(tuple(ranges)).to(device)
 
@@ -101,15 +108,19 @@ class WeightVectors:
     All ranks call ``restart`` at the same steps, ``begin`` and ``finish`` at each measured one.
 
     Args:
-        products: where ``begin`` writes this rank's part of the products, which are zeros before, and ``finish`` finds the sums
-            over all ranks.
+        products: where ``begin`` writes this rank's part of the products, which are zeros before, and ``finish`` finds
+            the sums over all ranks.
         shared: the memory of those products that several ranks know.
         local: what this rank counts of each parameter.
         cols: the columns of the matrices of each parameter.
     """
 
     def __init__(
-        self, products: Mapping[int, Tensor], shared: Tensor, local: Mapping[int, LocalMatrices], cols: Mapping[int, int]
+        self,
+        products: Mapping[int, Tensor],
+        shared: Tensor,
+        local: Mapping[int, LocalMatrices],
+        cols: Mapping[int, int],
     ) -> None:
         self._products, self._shared, self._local = products, shared, local
         self._start = {k: torch.zeros_like(product) for k, product in products.items()}
@@ -125,8 +136,8 @@ class WeightVectors:
     def begin(self, pieces: Mapping[int, Tensor], exchange: Exchange | None, failure: KeptError) -> None:
         """Writes this rank's part of the products.
 
-        ``pieces`` are what this rank counts of each weight, by the index of its parameter in the plan. ``failure`` keeps errors:
-        the other ranks wait for the reductions.
+        ``pieces`` are what this rank counts of each weight, by the index of its parameter in the plan. ``failure``
+        keeps errors: the other ranks wait for the reductions.
         """
         while True:
             with failure:
@@ -144,8 +155,12 @@ class WeightVectors:
                 product.zero_()
 
     def finish(self) -> dict[int, Tensor]:
-        """The lengths of the products, which are complete now: the singular values. Keeps the products for the next step."""
-        lengths = {k: torch.linalg.vector_norm(product, dim=1, dtype=torch.float64) for k, product in self._products.items()}
+        """The lengths of the products, which are complete now: the singular values. Keeps the products for the next
+        step.
+        """
+        lengths = {
+            k: torch.linalg.vector_norm(product, dim=1, dtype=torch.float64) for k, product in self._products.items()
+        }
         for k, product in self._products.items():
             unit = (product / lengths[k].unsqueeze(1)).to(product.dtype)
             # A weight of zeros, or one that is not finite, leaves the vector as it is.

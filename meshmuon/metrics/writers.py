@@ -1,7 +1,7 @@
 """Writers of measurements: lines of JSON, a table, TensorBoard. Each is given what ``optimizer.metrics()`` returns.
 
-A measurement that was written before is not written again, so that a loop may call ``write(optimizer.metrics())`` after every
-step. Give them to one rank only.
+A measurement that was written before is not written again, so that a loop may call ``write(optimizer.metrics())`` after
+every step. Give them to one rank only.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class JsonlWriter(Writer):
 
 
 class CsvWriter(Writer):
-    """Writes one row per measurement, with the columns that the first one has; ``matrices`` adds those of single matrices."""
+    """Writes one row per measurement, with the columns that the first one has; ``matrices`` adds those of single
+    matrices.
+    """
 
     def __init__(self, path: str | Path, *, matrices: bool = False) -> None:
         self._file = self._sink = Path(path).open("w", newline="", encoding="utf-8")  # noqa: SIM115  # closed by ``close``

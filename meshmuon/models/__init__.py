@@ -1,7 +1,7 @@
 """What is inside known architectures: which parameters are matrices, and which matrices a parameter holds.
 
-It is data rather than code: tables of names, classes and attributes of modules. No model library is imported, so it works where
-none is installed.
+It is data rather than code: tables of names, classes and attributes of modules. No model library is imported, so it
+works where none is installed.
 """
 
 from .by_names import model_from_names

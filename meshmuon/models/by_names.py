@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from .names import is_embedding_name, is_head_name, is_table_label
 from .place import ParamPlace, places_of
 
-_TALL, _MANY_ROWS = 16, 4096  # rows per column, and rows, that no layer has but a table of words, or the head that is as tall
+# rows per column, and rows, that no layer has but a table of words, or the head that is as tall
+_TALL, _MANY_ROWS = 16, 4096
 
 
 class Conv1D(nn.Module):
@@ -20,8 +21,8 @@ class Conv1D(nn.Module):
 def model_from_names(named_params: Iterable[tuple[str, Tensor]]) -> nn.Module:
     """Modules as the names tell them, which hold the parameters and cannot be called.
 
-    Those with a ``weight`` of two dims are embeddings, if name or shape say so, or linear layers; those with one of more dims are
-    convolutions, with three dims only if the name says so.
+    Those with a ``weight`` of two dims are embeddings, if name or shape say so, or linear layers; those with one of
+    more dims are convolutions, with three dims only if the name says so.
     """
     model = nn.Module()
     for name, param in named_params:

@@ -69,7 +69,9 @@ class ModelContents:
         }
         self._heads = [_addresses(param) for param in declared_heads(model)]
         self._head_finder = HeadFinder(places)
-        last = [last_linear(part, inside) for part, inside in models_in(model, places) if not self._has_head(part, inside)]
+        last = [
+            last_linear(part, inside) for part, inside in models_in(model, places) if not self._has_head(part, inside)
+        ]
         self._last = {place.name for place in last if place is not None}
 
     def _has_head(self, model: nn.Module, places: Sequence[ParamPlace]) -> bool:
@@ -123,8 +125,12 @@ class ModelContents:
                 return ParamContents("muon", "heads side by side: one matrix", ParamMatrices(dims=flat, flatten=True))
             if self._conv == "flatten":
                 return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
-            return ParamContents("adamw", "a vector in several dims" if min(place.param.shape[-2:]) == 1 else UNKNOWN_STACK)
-        flipped = place.held_by(_IN_OUT) or (place.parts[-1] in _IN_OUT_PARAMETERS and not hasattr(place.module, "in_features"))
+            return ParamContents(
+                "adamw", "a vector in several dims" if min(place.param.shape[-2:]) == 1 else UNKNOWN_STACK
+            )
+        flipped = place.held_by(_IN_OUT) or (
+            place.parts[-1] in _IN_OUT_PARAMETERS and not hasattr(place.module, "in_features")
+        )
         dims = "in_out" if flipped else "out_in"
         rows, cols = place.param.shape
         outputs, inputs = (cols, rows) if flipped else (rows, cols)
@@ -153,8 +159,8 @@ def _in_parts(reason: str, matrices: ParamMatrices, outputs: int) -> ParamConten
 def _adapter(place: ParamPlace) -> ParamContents | None:
     """A parameter that an adapter (PEFT's LoRA and others) adds to a model; None if it belongs to none.
 
-    The factors of LoRA are matrices of ``r`` rows or columns. All else that adapters learn (scales, rotations, prompts, factors
-    of other products) is none.
+    The factors of LoRA are matrices of ``r`` rows or columns. All else that adapters learn (scales, rotations, prompts,
+    factors of other products) is none.
     """
     depth = next((k for k, module in enumerate(place.modules) if hasattr(module, _ADAPTER)), None)
     factor = next((part for part in place.parts if part in ("lora_A", "lora_B")), None)
@@ -172,7 +178,11 @@ def _adapter(place: ParamPlace) -> ParamContents | None:
         return ParamContents("adamw", f"{LORA_FACTOR}factor of an expert stack")
     reason = f"{LORA_FACTOR}{factor[-1]}, rank {rank}"
     base = replace(place, parts=(*place.parts[:at], "weight"), modules=place.modules[: place.modules.index(layer) + 1])
-    known = fused_split(base, place.param.shape[0], int(getattr(layer, "in_features", 0) or 0)) if factor == "lora_B" else None
+    known = (
+        fused_split(base, place.param.shape[0], int(getattr(layer, "in_features", 0) or 0))
+        if factor == "lora_B"
+        else None
+    )
     if known is None or known[1] is None:
         return ParamContents("muon", reason)
     return ParamContents("muon", f"{reason}, of a fused {known[0]}", ParamMatrices(split=known[1]))
@@ -197,7 +207,9 @@ def _overlaps(param: Tensor, tables: Sequence[range]) -> bool:
 
 
 def _addresses(param: Tensor) -> range:
-    """The memory addresses of a parameter. Tied parameters overlap; parameters that are views of one flat buffer do not."""
+    """The memory addresses of a parameter. Tied parameters overlap; parameters that are views of one flat buffer do
+    not.
+    """
     start = param.data_ptr()
     if start == 0:  # a meta or empty tensor has no address, so it is tied to itself only
         return range(id(param), id(param) + 1)

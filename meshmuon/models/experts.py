@@ -40,7 +40,9 @@ _BLOCKS_OF_ROWS: tuple[Stack, ...] = (  # 2-D weights with one expert below the 
 )
 _GATE_AND_UP = re.compile(r"gate_up\w*|gate_and_up\w*|w13\w*|input_linear|up_gate\w*|mlp1_weight\w*")
 _EXPERTS = re.compile(r"(\w+_)?experts?|(\w+_)?moe(_\w+)?|mixture(_\w+)?", re.IGNORECASE)
-_UP = re.compile(r"(\w+_)?(w_?1|w_?3|w_?in|wi(_\d)?|up|gate|fc_?1|c_fc|lin_?1|linear_?1)(_proj|_weight|_w)?|w_(up|gate)")
+_UP = re.compile(
+    r"(\w+_)?(w_?1|w_?3|w_?in|wi(_\d)?|up|gate|fc_?1|c_fc|lin_?1|linear_?1)(_proj|_weight|_w)?|w_(up|gate)"
+)
 _DOWN = re.compile(r"(\w+_)?(w_?2|w_?out|wo|down|fc_?2|c_proj|lin_?2|linear_?2)(_proj|_weight|_w)?|w_(down|out)")
 
 
@@ -56,7 +58,9 @@ def stack_of(place: ParamPlace) -> tuple[str, ParamMatrices] | None:
     for row in STACKS:
         if place.held_by(row.holder) and re.fullmatch(row.label, place.parts[-1]):
             return _described(place, row.dims, row.parts)
-    named = place.held_by("Experts|GroupedMLP|MoE|Moe|MOE|Mixture") or any(_EXPERTS.fullmatch(part) for part in place.parts)
+    named = place.held_by("Experts|GroupedMLP|MoE|Moe|MOE|Mixture") or any(
+        _EXPERTS.fullmatch(part) for part in place.parts
+    )
     if not named:
         return None
     dims = _proven_dims(place)
@@ -68,8 +72,9 @@ def stack_of(place: ParamPlace) -> tuple[str, ParamMatrices] | None:
 def _proven_dims(place: ParamPlace) -> str | None:
     """How a stack of an unknown module is stored, by what is beside it; None if nothing tells.
 
-    A bias has the size of the outputs: ``b1`` (E, f) of ``w1`` (E, d, f). A router has that of the model: from ``router.weight``
-    (E, d) it follows that ``w_up`` (E, d, f) takes d inputs, and that ``w_down`` (E, f, d) gives d outputs.
+    A bias has the size of the outputs: ``b1`` (E, f) of ``w1`` (E, d, f). A router has that of the model: from
+    ``router.weight`` (E, d) it follows that ``w_up`` (E, d, f) takes d inputs, and that ``w_down`` (E, f, d) gives d
+    outputs.
     """
     count, rows, cols = place.param.shape
     if rows == cols:

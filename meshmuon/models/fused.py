@@ -14,15 +14,19 @@ from .traced import is_instance
 
 _QKV = r"qkv|qkv_proj|qkv_linear|[wW]_?qkv|to_qkv|attn_qkv|c_attn|att_proj|in_proj_weight|in_proj_qkv"
 _GATED_MLP = r"(\w+_)?(gate_?up|gate_and_up|up_gate)(_proj|_layer|_z|_weight)?|w_?12|w_?13|weights_in"
-_FIRST_OF_MLP = r"(\w+_)?(w?in|w?i|up|expand|wi|w_?1|fc_?1|fc_in|c_fc|(lin|linear|dense|proj|ff)_?(1|in))(_proj|_linear)?"
+_FIRST_OF_MLP = (
+    r"(\w+_)?(w?in|w?i|up|expand|wi|w_?1|fc_?1|fc_in|c_fc|(lin|linear|dense|proj|ff)_?(1|in))(_proj|_linear)?"
+)
 _FIRST_AND_SECOND = re.findall(  # layers of an MLP
     r"(\w+) → (\w+)",
-    "Wi → Wo, wi → wo, fc1 → fc2, w1 → w2, ff_in → ff_out, proj_in → proj_out, linear_1 → linear_2, linear_fc1 → linear_fc2, "
-    "linear_start → linear_end, input_linear → output_linear, dense_h_to_4h → dense_4h_to_h",
+    "Wi → Wo, wi → wo, fc1 → fc2, w1 → w2, ff_in → ff_out, proj_in → proj_out, linear_1 → linear_2, linear_fc1 → "
+    "linear_fc2, linear_start → linear_end, input_linear → output_linear, dense_h_to_4h → dense_4h_to_h",
 )
 _VALUES, _B_AND_C = "num_v_heads/num_k_heads*head_v_dim", "n_groups*ssm_state_size, n_groups*ssm_state_size"
 _SCALE_AND_SHIFT = "^AdaLayerNorm(Continuous)?$|AuraFlowPreFinal|ConvNextBlock"
-_ADA_NORM = r"Ada(Layer)?(RMS)?(Group)?(Norm|LN)|AdaLN|FlowResBlock|FlowFinalLayer|DiffusionHeadFinalLayer|AtomLayer|Modulation"
+_ADA_NORM = (
+    r"Ada(Layer)?(RMS)?(Group)?(Norm|LN)|AdaLN|FlowResBlock|FlowFinalLayer|DiffusionHeadFinalLayer|AtomLayer|Modulation"
+)
 
 
 _HALVES_OF_HEADS, _THIRDS_OF_HEADS = (", ".join([f"outputs/heads/{count}"] * count) for count in (2, 3))
@@ -32,8 +36,9 @@ _HALVES_OF_HEADS, _THIRDS_OF_HEADS = (", ".join([f"outputs/heads/{count}"] * cou
 class Fused:
     """A kind of fused weight: how to recognise it, and the sizes of its parts as ``ParamPlace.size`` reads them.
 
-    The sizes must add up to the outputs of the weight, otherwise the next row is tried. With ``repeats`` they are those of a
-    pattern that recurs that many times. A single size without ``repeats`` is that of equal parts: ``outputs/2`` of halves.
+    The sizes must add up to the outputs of the weight, otherwise the next row is tried. With ``repeats`` they are those
+    of a pattern that recurs that many times. A single size without ``repeats`` is that of equal parts: ``outputs/2`` of
+    halves.
     """
 
     parts: str  # for the routing table
@@ -65,9 +70,15 @@ FUSED: tuple[Fused, ...] = (
     Fused("q, v, k of each quarter", "qkv_proj", "outputs/12, outputs/12, outputs/12", "4", "CodeGenAttention"),
     Fused("k, v of each head", "linear_kv", _HALVES_OF_HEADS, "heads", "InvariantPointAttention"),
     Fused(  # torchtitan's
-        "q, k, v of each group", "wqkv", "heads_per_kv*head_dim, head_dim, head_dim", "outputs/r_dim/head_dim", "FusedQKVLinear"
+        "q, k, v of each group",
+        "wqkv",
+        "heads_per_kv*head_dim, head_dim, head_dim",
+        "outputs/r_dim/head_dim",
+        "FusedQKVLinear",
     ),
-    Fused("q1, q2, k1, k2, v", "to_qkv", "outputs/5", "", "StableAudio3SelfAttention|SAMEAttention", "use_differential"),
+    Fused(
+        "q1, q2, k1, k2, v", "to_qkv", "outputs/5", "", "StableAudio3SelfAttention|SAMEAttention", "use_differential"
+    ),
     # timm's.
     Fused("k, v", "qkv", "inputs, inputs", "", "WindowAttentionGlobal", "use_global"),  # q comes from elsewhere
     Fused("q, k, v of each head", "qkv", _THIRDS_OF_HEADS, "heads", "AttentionCl", "head_first"),
@@ -81,12 +92,20 @@ FUSED: tuple[Fused, ...] = (
     Fused("k, v of each head", "kv_b_proj|wkv_b", "qk_nope_head_dim, v_head_dim", "heads"),
     Fused("q, gate of each head", "q_gate_proj", "qk_head_dim, v_head_dim", "heads"),
     # Linear attention and state-space models.
-    Fused("q, k, v, z of each key head", "in_proj_qkvz", f"head_k_dim, head_k_dim, {_VALUES}, {_VALUES}", "num_k_heads"),
+    Fused(
+        "q, k, v, z of each key head", "in_proj_qkvz", f"head_k_dim, head_k_dim, {_VALUES}, {_VALUES}", "num_k_heads"
+    ),
     Fused("b, a of each key head", "in_proj_ba", "num_v_heads/num_k_heads, num_v_heads/num_k_heads", "num_k_heads"),
     Fused("q, k, v", "in_proj_qkv", "key_dim, key_dim, value_dim"),
     Fused("q, gate of each head", "q_proj", "head_dim, head_dim", "heads", "Qwen3_5|Qwen3Next|Qwen4Exp"),
     Fused("x, gate in turns", "in_proj", "1, 1", "outputs/2", "ZambaMambaMixer"),
-    Fused("gate, x, B, C, dt", "in_proj", f"intermediate_size, intermediate_size, {_B_AND_C}, num_heads", "", "Mamba|Mixer"),
+    Fused(
+        "gate, x, B, C, dt",
+        "in_proj",
+        f"intermediate_size, intermediate_size, {_B_AND_C}, num_heads",
+        "",
+        "Mamba|Mixer",
+    ),
     Fused("x, gate", "in_proj", "intermediate_size, intermediate_size", "", "Mamba|Mixer"),
     Fused("dt, B, C", "x_proj|x_proj_weight", "time_step_rank, ssm_state_size, ssm_state_size"),
     Fused("dt, B, C", "x_proj", "dt_rank, d_state, d_state"),  # mamba_ssm's names
@@ -121,7 +140,10 @@ FUSED: tuple[Fused, ...] = (
     Fused("up, gate", "proj|proj_in", "outputs/2", "", "GEGLU|GeGLU|SwiGLU|GatedLinearUnit|^GLU$"),
     Fused("up, gate", "pointwise_lin1|proj_mlp", "outputs/2", "", "ConvolutionModule|OvisImageSingleTransformerBlock"),
     # The layer that follows takes half of the outputs.
-    *(Fused("gated halves", first, f"{second}.in_features, {second}.in_features") for first, second in _FIRST_AND_SECOND),
+    *(
+        Fused("gated halves", first, f"{second}.in_features, {second}.in_features")
+        for first, second in _FIRST_AND_SECOND
+    ),
     Fused("gated halves", _FIRST_OF_MLP, "proven_half, proven_half"),
     Fused("left, right", "linear_x", "outputs/2", "", "PairUpdate"),
     Fused("two signals, two gates", "proj_bundle", "outputs/4", "", "TriangleMultiplicativeUpdate"),
@@ -131,7 +153,13 @@ FUSED: tuple[Fused, ...] = (
     # Where the conditioning vector has another width.
     Fused("shifts, scales, gates", "proj|linear", "outputs/num_chunks", "", _ADA_NORM),
     Fused("shifts, scales, gates", "linear", "outputs/6", "", "CogVideoXLayerNormZero"),
-    Fused("scales, gates", "linear|adaln_modulation", "outputs/4", "", "(Mochi|Lumina)RMSNormZero|Ideogram4TransformerBlock"),
+    Fused(
+        "scales, gates",
+        "linear|adaln_modulation",
+        "outputs/4",
+        "",
+        "(Mochi|Lumina)RMSNormZero|Ideogram4TransformerBlock",
+    ),
     Fused("scale, shift", "linear|cond_embeds_mapper", "outputs/2", "", _SCALE_AND_SHIFT),
     Fused("shift, scale", "proj_out_1", "inputs", "", "Transformer2DModel"),
     Fused("pre, post, comb", "fn", "hc_mult, hc_mult, hc_mult*hc_mult", "", "HyperConnection"),
@@ -152,14 +180,17 @@ _GATES = {(nn.LSTM, nn.LSTMCell): 4, (nn.GRU, nn.GRUCell): 3}
 
 
 def fused_split(place: ParamPlace, outputs: int, inputs: int) -> tuple[str, Split | None] | None:
-    """The parts of a fused weight, as text and as a ``split`` (None for one part); None if it is not known to be fused."""
+    """The parts of a fused weight, as text and as a ``split`` (None for one part); None if it is not known to be
+    fused.
+    """
     if is_instance(place.module, (nn.RNNBase, nn.RNNCellBase)):
         gates = next((count for classes, count in _GATES.items() if is_instance(place.module, classes)), 1)
         projection = place.parts[-1].startswith("weight_hr")  # of the hidden state, with proj_size
         return None if gates == 1 or projection or outputs % gates else (f"{gates} gates", (outputs // gates,) * gates)
     if place.label == "in_proj_weight" and is_instance(place.module, nn.MultiheadAttention):
         return "q, k, v", (outputs // 3,) * 3
-    labels = (place.label, ".".join(place.parts[-3:-1]))  # a layer inside a Sequential, or beside its norm, has a dull name
+    # a layer inside a Sequential, or beside its norm, has a dull name
+    labels = (place.label, ".".join(place.parts[-3:-1]))
     for row in FUSED:
         if not any(re.fullmatch(row.label, label) for label in labels):
             continue
@@ -188,7 +219,8 @@ def _split_of_row(row: Fused, place: ParamPlace, outputs: int, inputs: int) -> S
     if "proven_half" in row.sizes and _is_halved(place, outputs, inputs):
         known["proven_half"] = outputs // 2
     found = [place.size(size, **known) for size in row.sizes.split(", ")]
-    sizes = tuple(size for size in found if size)  # a part may have no outputs, such as rotary keys in a model without any
+    # a part may have no outputs, such as rotary keys in a model without any
+    sizes = tuple(size for size in found if size)
     if None in found or not sizes:
         return None
     if row.repeats:
@@ -203,9 +235,10 @@ def _split_of_row(row: Fused, place: ParamPlace, outputs: int, inputs: int) -> S
 def _proven_qkv(place: ParamPlace, outputs: int, inputs: int) -> tuple[int, int] | None:
     """The outputs of q, and of k and v each, in a weight of three blocks; None if nothing proves them.
 
-    The layer after attention takes as many inputs as q has outputs. Where nothing shows that layer, q follows from the number of
-    heads, or from a weight that is three times as tall as wide. If k and v are smaller than q, the module must know numbers of
-    heads that agree, under whatever names: another kind of attention may have the same sizes in another order.
+    The layer after attention takes as many inputs as q has outputs. Where nothing shows that layer, q follows from the
+    number of heads, or from a weight that is three times as tall as wide. If k and v are smaller than q, the module
+    must know numbers of heads that agree, under whatever names: another kind of attention may have the same sizes in
+    another order.
     """
     heads, head_dim = place.size("heads"), place.size("head_dim")
     q = _inputs_after(place, inputs)
@@ -218,14 +251,17 @@ def _proven_qkv(place: ParamPlace, outputs: int, inputs: int) -> tuple[int, int]
 
 
 def _is_halved(place: ParamPlace, outputs: int, inputs: int) -> bool:
-    """Whether what follows the first layer of an MLP takes half of its outputs, and nothing beside it takes all of them."""
+    """Whether what follows the first layer of an MLP takes half of its outputs, and nothing beside it takes all of
+    them.
+    """
     others = list(place.neighbours())
     back = any(2 * taken == outputs and given == inputs for _, given, taken in others)
     return back and not any(taken == outputs for _, _, taken in others)
 
 
 def _inputs_after(place: ParamPlace, width: int) -> int | None:
-    """The inputs of the layer that takes the output of attention back to ``width``; None if no layer, or several, may be it.
+    """The inputs of the layer that takes the output of attention back to ``width``; None if no layer, or several, may
+    be it.
 
     A layer that is named after it counts first, and even if it has other outputs, as where stages of a backbone meet.
     """
@@ -238,7 +274,9 @@ def _inputs_after(place: ParamPlace, width: int) -> int | None:
 
 
 def _are_grouped(q: int, kv: int, numbers: set[int]) -> bool:
-    """Whether two of the numbers are those of query and key heads of one size, or those of query heads and their size."""
+    """Whether two of the numbers are those of query and key heads of one size, or those of query heads and their
+    size.
+    """
     for heads in numbers:
         if q % heads or heads == 1:
             continue

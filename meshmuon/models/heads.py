@@ -1,4 +1,6 @@
-"""Output heads: by what the model says, by their size, by name, or because they are the last linear layer of the model."""
+"""Output heads: by what the model says, by their size, by name, or because they are the last linear layer of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def declared_heads(model: nn.Module) -> Iterator[Tensor]:
             if callable(get_head):
                 try:
                     head = get_head()
-                except Exception:  # base classes define it without implementing it; a model's own error is no answer either
+                except (
+                    Exception
+                ):  # base classes define it without implementing it; a model's own error is no answer either
                     continue
                 if isinstance(head, nn.Module):
                     yield from head.parameters()
@@ -35,8 +39,8 @@ def declared_heads(model: nn.Module) -> Iterator[Tensor]:
 def last_linear(model: nn.Module, places: Sequence[ParamPlace]) -> ParamPlace | None:
     """The weight of the last linear layer, if it is the head of a model that names none.
 
-    A layer of a repeated block is none, nor is a square one at the end of a base model, such as a pooler. A base model of
-    transformers has no head at all: those with one are named after their task.
+    A layer of a repeated block is none, nor is a square one at the end of a base model, such as a pooler. A base model
+    of transformers has no head at all: those with one are named after their task.
     """
     weights = [place for place in places if place.param.dim() >= 2 and not is_embedding_name(list(place.parts))]
     model = places[0].modules[0] if places else model  # without what is wrapped around it
@@ -74,7 +78,11 @@ class HeadFinder:
         self._takers: dict[int, set[str]] = {}  # number of inputs → the linear layers that take that number
         for place in linear:
             self._takers.setdefault(place.param.shape[1], set()).add(place.name)
-        tables = (place for place in places if is_instance(place.module, nn.Embedding) and not _OTHER_TABLES.search(place.label))
+        tables = (
+            place
+            for place in places
+            if is_instance(place.module, nn.Embedding) and not _OTHER_TABLES.search(place.label)
+        )
         self._vocabularies = {tuple(place.param.shape) for place in tables}
 
     def reason(self, place: ParamPlace) -> str | None:
@@ -89,7 +97,11 @@ class HeadFinder:
         owner = place.owner
         if is_a(owner, _HEAD_CLASSES) and _is_linear(place) and [*owner.children()][-1] is place.module:
             return "output head: the last layer of a head"
-        if (rows, cols) in self._vocabularies and _is_linear(place) and not self._takers.get(rows, set()) - {place.name}:
+        if (
+            (rows, cols) in self._vocabularies
+            and _is_linear(place)
+            and not self._takers.get(rows, set()) - {place.name}
+        ):
             return "output head: the shape of an embedding"
         what = "output head" if place.parts[-1] == "weight" else "table"
         for name, size in _known_sizes(place):
@@ -119,4 +131,6 @@ def _configs(place: ParamPlace) -> Iterator[Any]:
         config = getattr(module, "config", None)
         if hasattr(config, "__dict__"):
             yield config
-            yield from (part for part in vars(config).values() if hasattr(part, "model_type") and hasattr(part, "__dict__"))
+            yield from (
+                part for part in vars(config).values() if hasattr(part, "model_type") and hasattr(part, "__dict__")
+            )

@@ -31,16 +31,18 @@ def is_embedding_name(parts: list[str]) -> bool:
 
 
 def is_table_label(label: str) -> bool:
-    """Whether the name of a module or parameter is that of an embedding, if no linear layer has it: ``tok_emb``, ``embed_in``."""
+    """Whether the name of a module or parameter is that of an embedding, if no linear layer has it: ``tok_emb``,
+    ``embed_in``.
+    """
     return _TABLES.fullmatch(label) is not None
 
 
 def is_head_name(parts: list[str]) -> bool:
     """Whether the module that holds a parameter is named as an output head.
 
-    A head's name counts only outside numbered blocks: ``output.weight`` is a head, ``layers.3.attention.output.weight`` is a
-    projection. It must be the name of the module that holds the parameter: ``output.dense.weight`` is not a head. Lists of heads,
-    such as ``lm_heads.2.weight``, count as well.
+    A head's name counts only outside numbered blocks: ``output.weight`` is a head, ``layers.3.attention.output.weight``
+    is a projection. It must be the name of the module that holds the parameter: ``output.dense.weight`` is not a head.
+    Lists of heads, such as ``lm_heads.2.weight``, count as well.
     """
     modules = parts[:-1] or parts
     if modules[-1].isdigit() and len(modules) > 1:

@@ -11,7 +11,8 @@ from .names import is_table_label
 from .place import ParamPlace
 from .traced import is_instance
 
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # (in, out, *kernel): no (out, in·kernel) matrix
+# (in, out, *kernel): no (out, in·kernel) matrix
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _LISTS = (nn.ParameterList, nn.ParameterDict)
@@ -25,7 +26,10 @@ FEW_ROWS = 4
 NOT_MATRICES: tuple[tuple[str, str], ...] = (
     ("bias", r"(\w+_)?bias(es)?(_\w+)?"),
     ("weight-norm part", r"weight_[gv]|original[01]"),
-    ("position table", r"(\w+_)?(pos|position|positional|positions|ape|rel_pos|relative)(_\w+)?|\w*_pos_\w+|\w*posemb\w*"),
+    (
+        "position table",
+        r"(\w+_)?(pos|position|positional|positions|ape|rel_pos|relative)(_\w+)?|\w*_pos_\w+|\w*posemb\w*",
+    ),
     ("norm", r"(\w+_)?(norm|ln|layer_?norm|rms_?norm)(_(w|g|weight))?"),
     (
         "state-space parameter",
@@ -35,7 +39,10 @@ NOT_MATRICES: tuple[tuple[str, str], ...] = (
         "scale",
         r"(\w+_)?(scale|scales|scaler|gamma|beta|gain|alpha|lambdas?|temperature|tau|translate|ls)(_\w+|\d+)?|time_(mix|decay|first)\w*",
     ),
-    ("embedding table", r"(\w+_)?(emb|embs|embed|embeds|embedding|embeddings|codebooks?|codevectors|prototypes?|vocab)(_\w+)?"),
+    (
+        "embedding table",
+        r"(\w+_)?(emb|embs|embed|embeds|embedding|embeddings|codebooks?|codevectors|prototypes?|vocab)(_\w+)?",
+    ),
     (
         "token or query table",
         r"(\w+_)?(token|tokens|cls|registers?|mask|probe|latents?|query|queries|query_tokens|prompts?|pointer|slots?|anchors?|memory)"
@@ -57,7 +64,8 @@ def why_no_matrix(place: ParamPlace) -> str | None:
         return "position table"  # also as a linear layer after one-hot vectors
     if is_instance(module, _WEIGHTED) and last not in ("weight_g", "weight_v"):
         return "bias" if last.startswith("bias") else None
-    label = place.parts[-2] if isinstance(module, _LISTS) and len(place.parts) > 1 else last  # of ``registers.0``, the list's
+    # of ``registers.0``, the list's
+    label = place.parts[-2] if isinstance(module, _LISTS) and len(place.parts) > 1 else last
     for reason, pattern in NOT_MATRICES:
         if last != "weight" and re.fullmatch(pattern, label, re.IGNORECASE):
             return reason
@@ -76,17 +84,22 @@ def why_no_matrix(place: ParamPlace) -> str | None:
 
 
 def _is_low_rank_factor(place: ParamPlace) -> bool:
-    """Whether ``A`` and ``B`` are the factors of a product, (r, in) and (out, r), rather than matrices of a state space."""
+    """Whether ``A`` and ``B`` are the factors of a product, (r, in) and (out, r), rather than matrices of a state
+    space.
+    """
     factors = [place.module._parameters.get(name) for name in ("A", "B")]
     if any(factor is None or factor.dim() != 2 for factor in factors) or place.parts[-1] == "C":
         return False
     a, b = (factor.shape for factor in factors if factor is not None)
-    others = {name for name in place.module._parameters if re.fullmatch(r"[CD]|[ABCD]_\w+|log_\w+|dt\w*|Lambda\w*", name)}
+    others = {
+        name for name in place.module._parameters if re.fullmatch(r"[CD]|[ABCD]_\w+|log_\w+|dt\w*|Lambda\w*", name)
+    }
     return not others and (a[0] == b[1] or a[1] == b[0])
 
 
 def is_bias_of_stack(place: ParamPlace) -> bool:
-    """Whether a 2-D parameter holds a bias for each matrix of a stack: ``b1`` of shape (E, n) beside ``w1`` of (E, m, n).
+    """Whether a 2-D parameter holds a bias for each matrix of a stack: ``b1`` of shape (E, n) beside ``w1`` of (E, m,
+    n).
 
     A router beside a stack may have this shape too, so that the name must agree.
     """

@@ -28,8 +28,8 @@ QUANTITIES: Mapping[str, str] = {
 class ParamPlace:
     """A parameter, its name, and the modules around it.
 
-    ``parts`` and ``modules`` do without wrappers: of ``layers.0._checkpoint_wrapped_module.up.weight`` the parts are ``layers``,
-    ``0``, ``up``, ``weight``, and the modules are the model, its ``layers``, the block and ``up``.
+    ``parts`` and ``modules`` do without wrappers: of ``layers.0._checkpoint_wrapped_module.up.weight`` the parts are
+    ``layers``, ``0``, ``up``, ``weight``, and the modules are the model, its ``layers``, the block and ``up``.
     """
 
     name: str
@@ -58,9 +58,11 @@ class ParamPlace:
         return is_a(self.owner, pattern)
 
     def size(self, expression: str, **known: int) -> int | None:
-        """The value of sums of products such as ``heads*head_dim+2``; None if a size is unknown or negative, or not whole.
+        """The value of sums of products such as ``heads*head_dim+2``; None if a size is unknown or negative, or not
+        whole.
 
-        ``fc2.in_features`` is an attribute of the layer ``fc2`` beside it, ``A_log.columns`` the size of a parameter beside it.
+        ``fc2.in_features`` is an attribute of the layer ``fc2`` beside it, ``A_log.columns`` the size of a parameter
+        beside it.
         """
         total = 0
         for sign, term in re.findall(r"([+-]?)([^+-]+)", expression):
@@ -74,7 +76,8 @@ class ParamPlace:
         return total if total >= 0 else None
 
     def neighbours(self) -> Iterator[tuple[str, int, int]]:
-        """Label, outputs and inputs of the other linear layers of its owner, also of those one level down (``to_out.0``).
+        """Label, outputs and inputs of the other linear layers of its owner, also of those one level down
+        (``to_out.0``).
 
         For a bare parameter, the other matrices of its owner.
         """
@@ -87,11 +90,19 @@ class ParamPlace:
                 weight = getattr(layer, "weight", None)
                 if isinstance(weight, Tensor) and weight.dim() == 2:
                     flipped = is_a(layer, "^Conv1D$")
-                    outputs, inputs = (weight.shape[1], weight.shape[0]) if flipped else (weight.shape[0], weight.shape[1])
-                    yield label, int(getattr(layer, "out_features", outputs)), int(getattr(layer, "in_features", inputs))
+                    outputs, inputs = (
+                        (weight.shape[1], weight.shape[0]) if flipped else (weight.shape[0], weight.shape[1])
+                    )
+                    yield (
+                        label,
+                        int(getattr(layer, "out_features", outputs)),
+                        int(getattr(layer, "in_features", inputs)),
+                    )
 
     def numbers(self) -> set[int]:
-        """The whole numbers that its owner has as attributes, and those of its configs that are about heads and groups."""
+        """The whole numbers that its owner has as attributes, and those of its configs that are about heads and
+        groups.
+        """
         values = list(vars(self.owner).values())
         for source in self._sources():
             told = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
@@ -142,14 +153,16 @@ def places_of(model: nn.Module) -> Iterator[ParamPlace]:
         for position, part in enumerate(path):
             inner = modules[-1]._modules[part]
             assert inner is not None
-            saved = part == "modules_to_save" and position + 1 < len(path)  # PEFT's copy of a module, then the adapter's name
+            # PEFT's copy of a module, then the adapter's name
+            saved = part == "modules_to_save" and position + 1 < len(path)
             if part in _INSERTED or saved or skip:
                 modules[-1] = inner
             else:
                 parts.append(part)
                 modules.append(inner)
             skip = saved
-        if last == "original" and parts[-2:-1] == ["parametrizations"]:  # ``up.parametrizations.weight.original``: of ``up``
+        # ``up.parametrizations.weight.original``: of ``up``
+        if last == "original" and parts[-2:-1] == ["parametrizations"]:
             last = parts[-1]
             del parts[-2:], modules[-2:]
         yield ParamPlace(name, param, (*parts, last), tuple(modules))
@@ -158,13 +171,21 @@ def places_of(model: nn.Module) -> Iterator[ParamPlace]:
 def models_in(model: nn.Module, places: Sequence[ParamPlace]) -> list[tuple[nn.Module, Sequence[ParamPlace]]]:
     """The models that a ``ModuleDict`` of several models holds, each with its places; of any other model itself.
 
-    A ModuleDict cannot be called. Its modules are separate models unless one is a single layer, or a block with a number.
+    A ModuleDict cannot be called. Its modules are separate models unless one is a single layer, or a block with a
+    number.
     """
     root = places[0].modules[0] if places else model
     children = dict(root.named_children()) if type(root) is nn.ModuleDict else {}
     if len(children) < 2 or any(is_number(name) or not any(child.children()) for name, child in children.items()):
         return [(model, places)]
     return [
-        (child, [replace(place, parts=place.parts[1:], modules=place.modules[1:]) for place in places if place.parts[0] == name])
+        (
+            child,
+            [
+                replace(place, parts=place.parts[1:], modules=place.modules[1:])
+                for place in places
+                if place.parts[0] == name
+            ],
+        )
         for name, child in children.items()
     ]

@@ -1,4 +1,6 @@
-"""Models that ``torch.export`` or ``torch.fx`` has rebuilt, as pipelining does: classes and graphs tell what was there."""
+"""Models that ``torch.export`` or ``torch.fx`` has rebuilt, as pipelining does: classes and graphs tell what was
+there.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def looked_up_in_graphs(model: nn.Module) -> Iterator[Tensor]:
 
 
 def convolved_in_graphs(model: nn.Module) -> Iterator[tuple[Tensor, str, int]]:
-    """The filters in the graphs of a model, with the name of the function (``conv2d``, ``conv_transpose1d``) and its groups."""
+    """The filters in the graphs of a model, with the name of the function (``conv2d``, ``conv_transpose1d``) and
+    its groups.
+    """
     for module, node in _calls(model):
         function = _function_of(node)
         if function.startswith("conv") and function[-1:] == "d":
@@ -58,7 +62,8 @@ def convolved_in_graphs(model: nn.Module) -> Iterator[tuple[Tensor, str, int]]:
 
 
 def cut_in_graph(modules: tuple[nn.Module, ...], parts: tuple[str, ...], outputs: int) -> tuple[int, ...] | None:
-    """The sizes into which a graph around a linear layer cuts its outputs; None if there is no graph or it does not cut them.
+    """The sizes into which a graph around a linear layer cuts its outputs; None if there is no graph or it does not cut
+    them.
 
     ``modules`` and ``parts`` are those of a ``ParamPlace``.
     """

@@ -1,4 +1,6 @@
-"""Notices an optimizer that trains nothing: without matrices or gradients, or with parameters that the model has replaced."""
+"""Notices an optimizer that trains nothing: without matrices or gradients, or with parameters that the model has
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,22 @@ from ..routing.param_groups import ModelNames
 _INTENDED = "If it is intended, pass allow_inactive=True to the optimizer."
 # It names no parameter: it must be the same on all ranks, and some of them may have no matrix.
 _NO_GRADIENT = (
-    "none of Muon's matrices has had a gradient yet, on any rank, so that this step trains none of them. Either no backward() "
-    "came before it, or zero_grad() came between, or the model was wrapped or sharded after the optimizer was built and has "
-    "other parameters now: build the optimizer after fully_shard."
+    "none of Muon's matrices has had a gradient yet, on any rank, so that this step trains none of them. Either no "
+    "backward() came before it, or zero_grad() came between, or the model was wrapped or sharded after the optimizer "
+    "was built and has other parameters now: build the optimizer after fully_shard."
 )
 
 
 class ActivityCheck:
     """Refuses steps that would silently train nothing, until Muon has had a gradient for the first time.
 
-    A step calls ``replaced`` and ``of`` on its own rank, and ``judge`` once the ranks know the largest activity of all of them:
-    they raise together.
+    A step calls ``replaced`` and ``of`` on its own rank, and ``judge`` once the ranks know the largest activity of all
+    of them: they raise together.
 
-    - Parameters that the model has replaced are refused at once. Only groups from ``get_default_muon_param_groups`` know their
-      model.
-    - Steps without any gradient for Muon are otherwise allowed once, with a warning: some programs step before the first
-      backward pass. The second one raises.
+    - Parameters that the model has replaced are refused at once. Only groups from ``get_default_muon_param_groups``
+      know their model.
+    - Steps without any gradient for Muon are otherwise allowed once, with a warning: some programs step before the
+      first backward pass. The second one raises.
     """
 
     def __init__(self, allowed: bool) -> None:
@@ -43,7 +45,8 @@ class ActivityCheck:
         self.active = False  # whether a matrix had a gradient, on any rank
         self._warned = self._rates_seen = False
         self._verified = False  # whether the parameters were compared with the model's in a step with gradients
-        self._models: dict[tuple[str, ...], weakref.ref[nn.Module]] = {}  # names of a param group → the model they are from
+        # names of a param group → the model they are from
+        self._models: dict[tuple[str, ...], weakref.ref[nn.Module]] = {}
 
     def watch(self, names: Any) -> None:
         """Remembers the model of a new param group, if its ``names`` know it."""
@@ -54,7 +57,9 @@ class ActivityCheck:
     def refuse_filters_alone(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises for default groups without a matrix for Muon if the model has filters that could be matrices."""
         reasons = [reasons for group in groups if isinstance(reasons := group.get("reasons"), Mapping)]
-        filters = [name for written in reasons for name, why in written.items() if isinstance(why, str) and why == FILTER]
+        filters = [
+            name for written in reasons for name, why in written.items() if isinstance(why, str) and why == FILTER
+        ]
         if filters and not self.allowed and not any(group["use_muon"] for group in groups):
             raise ConfigError(
                 f"there is no matrix for Muon: the filters of convolutions go to AdamW, here {', '.join(filters[:3])}"
@@ -85,14 +90,16 @@ class ActivityCheck:
             raise ConfigError(
                 "there is no matrix for Muon: AdamW would step every parameter. Look at optimizer.routing_table(). "
                 "If a wrapper has flattened the weights (FSDP1, DeepSpeed ZeRO), shard the model with FSDP2 instead "
-                "(torch.distributed.fsdp.fully_shard); else put the matrices into a group with use_muon=True. A pipeline stage "
-                f"may have none. {_INTENDED}"
+                "(torch.distributed.fsdp.fully_shard); else put the matrices into a group with use_muon=True. A "
+                f"pipeline stage may have none. {_INTENDED}"
             )
         elif activity is Activity.NO_GRADIENT and self._warned:
             raise GradientError(f"{_NO_GRADIENT} {_INTENDED}")
         elif activity is Activity.NO_GRADIENT:
             self._warned = True
-            warnings.warn(f"{_NO_GRADIENT} The next such step raises. {_INTENDED}", InactiveWarning, stacklevel=level_of_user())
+            warnings.warn(
+                f"{_NO_GRADIENT} The next such step raises. {_INTENDED}", InactiveWarning, stacklevel=level_of_user()
+            )
 
     def replaced(self, params: Sequence[ParamRecord], has_grad: Sequence[bool]) -> GradientError | None:
         """The error for parameters without gradients that the model has replaced by others, which have gradients."""
@@ -110,15 +117,18 @@ class ActivityCheck:
             now = by_name.get(record.name, by_plain_name.get(without_wrappers(record.name)))
             if now is not None and id(now) not in own and now.grad is not None:
                 return GradientError(
-                    f"{record.name}: the model has replaced this parameter since the optimizer was built. The model's new one "
-                    "has a gradient, the optimizer's has none and would never be trained. Build the optimizer after fully_shard, "
-                    "or whatever else replaces parameters, or put the new ones into optimizer.param_groups."
+                    f"{record.name}: the model has replaced this parameter since the optimizer was built. The model's "
+                    "new one has a gradient, the optimizer's has none and would never be trained. Build the optimizer "
+                    "after fully_shard, or whatever else replaces parameters, or put the new ones into "
+                    "optimizer.param_groups."
                 )
         return None
 
 
 def _warn_of_shared_rates(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Warns if a scheduler has different rates for groups that share one lr tensor: its last value would hold for all."""
+    """Warns if a scheduler has different rates for groups that share one lr tensor: its last value would hold for
+    all.
+    """
     wanted: dict[int, set[float]] = {}
     for group in groups:
         rate = group.get("max_lr", group.get("initial_lr"))  # of OneCycleLR, of other schedulers
@@ -128,8 +138,8 @@ def _warn_of_shared_rates(groups: Sequence[Mapping[str, Any]]) -> None:
         if len(rates) > 1:
             listed = ", ".join(f"{rate:g}" for rate in sorted(rates))
             warnings.warn(
-                f"several param groups have one and the same tensor as their lr, and a scheduler has different rates in mind for "
-                f"them ({listed}): the rate of the last group holds for all. Give each group its own, "
+                "several param groups have one and the same tensor as their lr, and a scheduler has different rates "
+                f"in mind for them ({listed}): the rate of the last group holds for all. Give each group its own, "
                 'group["lr"] = group["lr"].clone(), before the scheduler is built.',
                 RoutingWarning,
                 stacklevel=level_of_user(),

@@ -1,7 +1,7 @@
 """AdamW for the parameters that are not matrices: torch's own functional step, with torch's own state names.
 
-torch's fused kernel forms weights of 16 bits in float32 and rounds them once, to nearest. Stochastic rounding needs the float32
-weights, which the kernel does not give: such parameters are stepped here, chunk by chunk.
+torch's fused kernel forms weights of 16 bits in float32 and rounds them once, to nearest. Stochastic rounding needs the
+float32 weights, which the kernel does not give: such parameters are stepped here, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def adamw_step(
 ) -> None:
     """One AdamW step on the local part of ``params``, exactly as ``torch.optim.AdamW(fused=True)`` does it.
 
-    Parameters that are rounded stochastically differ from it by rounding. If ``skip_mask``, a boolean tensor without dims on a
-    device, is true, nothing changes.
+    Parameters that are rounded stochastically differ from it by rounding. If ``skip_mask``, a boolean tensor without
+    dims on a device, is true, nothing changes.
     """
     stochastic, by_kernel = list[_Member](), dict[tuple[bool, torch.device], list[_Member]]()
     for param, grad, state in zip(params, grads, states, strict=True):
@@ -106,8 +106,12 @@ def _step(param_group: ParamGroup, members: Sequence[_Member], *, fused: bool, s
         mark_overwritten([local for param, _, _ in members if not (local := local_part(param)).is_inference()])
 
 
-def _step_stochastically(param_group: ParamGroup, member: _Member, scratch: RoundingScratch, skip_mask: Tensor | None) -> None:
-    """One step in float32, of operations that round once; the weights are rounded stochastically, the moments to nearest."""
+def _step_stochastically(
+    param_group: ParamGroup, member: _Member, scratch: RoundingScratch, skip_mask: Tensor | None
+) -> None:
+    """One step in float32, of operations that round once; the weights are rounded stochastically, the moments to
+    nearest.
+    """
     param, grad, state = member
     shard, step = local_part(param), state["step"]
     step.add_(1.0 if skip_mask is None else copy_to((~skip_mask).float(), step.device))
@@ -117,7 +121,8 @@ def _step_stochastically(param_group: ParamGroup, member: _Member, scratch: Roun
     lr, eps = param_group["lr"], adamw_eps(param_group)
     # An lr or a step count on a device stays a tensor: reading it would wait for the device.
     lr = copy_to(lr, param.device).reshape(()) if isinstance(lr, Tensor) and not known_to_host(lr) else float(lr)
-    count = max(float(step), 1.0) if known_to_host(step) else step  # 0 if the first step is skipped, which uses no result
+    # 0 if the first step is skipped, which uses no result
+    count = max(float(step), 1.0) if known_to_host(step) else step
     step_size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
     decay = 1 - lr * float(param_group["weight_decay"])
     words = RandomWords.of(state[COUNTER], elements_held(param.shape, held_ranges(param), shard.device).hashed())
@@ -128,7 +133,9 @@ def _step_stochastically(param_group: ParamGroup, member: _Member, scratch: Roun
         def take(name: str, value: Tensor) -> Tensor:
             return scratch.take(name, value.shape, torch.float32, value.device)
 
-        weight, mean, square = (take(name, x).copy_(x) for name, x in zip(("weight", "mean", "square"), targets, strict=True))
+        weight, mean, square = (
+            take(name, x).copy_(x) for name, x in zip(("weight", "mean", "square"), targets, strict=True)
+        )
         gradient, change = take("gradient", weight).copy_(local_part(grad)[cut]), take("change", weight)
         if param_group["maximize"]:
             gradient.neg_()
@@ -138,7 +145,9 @@ def _step_stochastically(param_group: ParamGroup, member: _Member, scratch: Roun
         weight.mul_(decay).sub_(torch.div(mean, change, out=change).mul_(step_size))
         round_stochastically(weight, words.cut_out(cut), scratch)
         for target, value in zip(targets, (weight, mean, square), strict=True):
-            target.copy_(value if skip_mask is None else torch.where(copy_to(skip_mask, value.device), target.float(), value))
+            target.copy_(
+                value if skip_mask is None else torch.where(copy_to(skip_mask, value.device), target.float(), value)
+            )
 
 
 class _Tensors(NamedTuple):
@@ -163,14 +172,20 @@ def _cut_as_on_one_device(param: Tensor, tensors: _Tensors) -> tuple[list[_Tenso
     """Cuts a shard into chunks so that every element is rounded as it would be in the whole tensor.
 
     torch's fused kernel on CPU processes whole vectors first and the rest of a tensor element by element, which rounds
-    differently. With vectors of 8 elements, a tensor of 20 has 2 vectors and a rest of 4. If rank 0 holds its first 10 elements,
-    the last 2 of these are inside a vector of the whole tensor but not of the shard: they are padded to a vector.
+    differently. With vectors of 8 elements, a tensor of 20 has 2 vectors and a rest of 4. If rank 0 holds its first 10
+    elements, the last 2 of these are inside a vector of the whole tensor but not of the shard: they are padded to a
+    vector.
 
     Returns:
         The chunks, and what copies the results of padded chunks back; None if nothing is padded.
     """
     sharded, held, total = as_dtensor(param), tensors.param.numel(), param.numel()
-    if sharded is None or param.device.type != "cpu" or not held or not (held % _LONGEST_VECTOR or total % _LONGEST_VECTOR):
+    if (
+        sharded is None
+        or param.device.type != "cpu"
+        or not held
+        or not (held % _LONGEST_VECTOR or total % _LONGEST_VECTOR)
+    ):
         return [tensors], None
     vector = vector_length(param.dtype)
     inside = held - trailing_elements(sharded, total % vector)  # elements that are inside vectors of the whole tensor
@@ -191,10 +206,11 @@ def _cut_as_on_one_device(param: Tensor, tensors: _Tensors) -> tuple[list[_Tenso
 
 @lru_cache
 def vector_length(dtype: torch.dtype) -> int:
-    """Elements that torch's fused kernel processes at once on this CPU; 1 if the position of an element does not matter.
+    """Elements that torch's fused kernel processes at once on this CPU; 1 if the position of an element does not
+    matter.
 
-    It depends on how torch was built and is measured: the smallest chunk size in which a tensor can be stepped without changing
-    a bit.
+    It depends on how torch was built and is measured: the smallest chunk size in which a tensor can be stepped without
+    changing a bit.
     """
     generator = torch.Generator().manual_seed(0)
     values = [torch.rand(_LONGEST_VECTOR * 8, generator=generator).to(dtype) for _ in range(4)]

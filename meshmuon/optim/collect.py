@@ -28,9 +28,11 @@ States = Mapping[Tensor, dict[str, Any]]
 
 
 class Collector:
-    """Looks at parameters, options, gradients and state. What has not changed since the last step is not looked at again.
+    """Looks at parameters, options, gradients and state. What has not changed since the last step is not looked at
+    again.
 
-    A step calls ``inspect`` and then ``check``. Parameters travel in ``comm_dtype``, None for the default, or in their own dtype.
+    A step calls ``inspect`` and then ``check``. Parameters travel in ``comm_dtype``, None for the default, or in their
+    own dtype.
 
     Attributes:
         records: all parameters, param group by param group.
@@ -49,7 +51,8 @@ class Collector:
         self._comm_dtype, self._in_own_dtype = comm_dtype, in_own_dtype
         self._recipes: list[GroupRecipe] = []
         self._snapshot: Snapshot | None = None
-        # For ``check_overflow``: group index, outputs and inputs of a matrix (None for AdamW), largest number of its dtype.
+        # For ``check_overflow``: group index, outputs and inputs of a matrix (None for AdamW), largest number of its
+        # dtype.
         self._shapes: dict[tuple[int, tuple[int, int] | None, float], None] = {}
         self._unchecked_state: set[int] = set()  # parameters that had no gradient since their state changed
         self._checked_has_grad: tuple[bool, ...] = ()  # ``has_grad`` at the last check
@@ -59,8 +62,8 @@ class Collector:
 
         With ``expects_gradients``, every parameter that trains counts as one with a gradient.
 
-        A param group with invalid options still yields records, from metadata alone: this rank needs them to find the other
-        ranks, which must learn of its failure.
+        A param group with invalid options still yields records, from metadata alone: this rank needs them to find the
+        other ranks, which must learn of its failure.
         """
         recipes = [GroupRecipe()] * len(groups)
         for index, group in enumerate(groups):
@@ -85,9 +88,10 @@ class Collector:
             if len(group["param_names"]) != len(group["params"]):
                 failure.keep(
                     ConfigError(
-                        f"group {index} has {len(group['params'])} params but {len(group['param_names'])} names: give each "
-                        "parameter its own name. If a wrapper has replaced the parameters by flat buffers (DeepSpeed ZeRO, "
-                        "FSDP1), shard the model with FSDP2 instead (torch.distributed.fsdp.fully_shard)."
+                        f"group {index} has {len(group['params'])} params but {len(group['param_names'])} names: give "
+                        "each parameter its own name. If a wrapper has replaced the parameters by flat buffers "
+                        "(DeepSpeed ZeRO, FSDP1), shard the model with FSDP2 instead "
+                        "(torch.distributed.fsdp.fully_shard)."
                     )
                 )
             for name, param in zip(group["param_names"], group["params"], strict=False):
@@ -122,7 +126,9 @@ class Collector:
         same_state = snapshot.same_state(states)
         if not same_state:
             self._unchecked_state = set(range(len(self.records)))
-            lacking = (k for k, record in enumerate(self.records) if not has_all_state(states.get(record.param), record))
+            lacking = (
+                k for k, record in enumerate(self.records) if not has_all_state(states.get(record.param), record)
+            )
             self.lacking_state = list(map(ParamIndex, lacking))
         if not same_state or self.has_grad is not self._checked_has_grad:
             for k in sorted(k for k in self._unchecked_state if self.has_grad[k]):
@@ -142,11 +148,12 @@ class Collector:
 
 
 class Snapshot:
-    """Param groups, their parameters and state as a step found them. Comparing tells cheaply whether anything has changed.
+    """Param groups, their parameters and state as a step found them. Comparing tells cheaply whether anything has
+    changed.
 
-    A comparison takes a fraction of a microsecond per parameter. The metadata of each parameter are read, compared and dropped
-    before those of the next one: lists of a hundred thousand tuples would trigger Python's garbage collector, which takes as long
-    as the rest of the step. Tensors of the state are not kept alive.
+    A comparison takes a fraction of a microsecond per parameter. The metadata of each parameter are read, compared and
+    dropped before those of the next one: lists of a hundred thousand tuples would trigger Python's garbage collector,
+    which takes as long as the rest of the step. Tensors of the state are not kept alive.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
@@ -214,7 +221,9 @@ def _check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
             "build the embedding with sparse=False, or call param.grad = param.grad.to_dense() before step()."
         )
     if grad.is_complex():
-        raise GradientError(f"{name} has a complex gradient ({grad.dtype}). Optimize the real view: torch.view_as_real(param).")
+        raise GradientError(
+            f"{name} has a complex gradient ({grad.dtype}). Optimize the real view: torch.view_as_real(param)."
+        )
 
 
 def only_creates_state(groups: Sequence[ParamGroup]) -> bool:

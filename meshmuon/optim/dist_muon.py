@@ -29,16 +29,17 @@ _NO_OPTIONS = ("replicas", "replica_group", "reference_path", "use_distributed_m
 class DistMuon(Muon):
     """Muon for replicated weights whose gradients are not averaged yet: use it without DDP or FSDP.
 
-    Every rank runs forward and backward on its own part of the batch and calls ``step()``. The optimizer sends each gradient to
-    the owner of its matrix. The owner averages the gradients in the order of the ranks, keeps the momentum, steps, and sends the
-    new weights to all ranks. Each matrix is orthogonalised once. Owners are chosen for all shapes together, and nothing is
-    padded. The gradients of AdamW's groups are averaged by one reduction each, and every rank steps them.
+    Every rank runs forward and backward on its own part of the batch and calls ``step()``. The optimizer sends each
+    gradient to the owner of its matrix. The owner averages the gradients in the order of the ranks, keeps the momentum,
+    steps, and sends the new weights to all ranks. Each matrix is orthogonalised once. Owners are chosen for all shapes
+    together, and nothing is padded. The gradients of AdamW's groups are averaged by one reduction each, and every rank
+    steps them.
 
     The ranks must start from the same weights. Without a process group, or with one rank, it is ``Muon`` with
     ``adjust_lr_fn="original"`` and no weight decay.
 
-    Only owners have momentum, so a rank alone cannot save it: call ``consolidate()`` on all ranks before ``state_dict()``. The
-    resulting checkpoint does not depend on the number of ranks, and loads on any number of ranks.
+    Only owners have momentum, so a rank alone cannot save it: call ``consolidate()`` on all ranks before
+    ``state_dict()``. The resulting checkpoint does not depend on the number of ranks, and loads on any number of ranks.
 
     Args:
         params: a model, matrices, (name, matrix) pairs, or param groups as for ``Muon``.
@@ -69,7 +70,9 @@ class DistMuon(Muon):
     ) -> None:
         for name in _NO_OPTIONS:
             if name in options:
-                raise ConfigError(f"{name} has no meaning for DistMuon, which always divides the work over group=: leave it out.")
+                raise ConfigError(
+                    f"{name} has no meaning for DistMuon, which always divides the work over group=: leave it out."
+                )
         check_replica_group(group, "group")
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -97,13 +100,16 @@ class DistMuon(Muon):
         """The whole state. Refuses while only other ranks have some of the momentum: call ``consolidate()`` first."""
         if not self._complete:
             raise StateError(
-                "DistMuon keeps momentum on the owners of the matrices only, so that this state_dict would be incomplete: call "
-                "optimizer.consolidate() on every rank before state_dict(), or before copying the optimizer."
+                "DistMuon keeps momentum on the owners of the matrices only, so that this state_dict would be "
+                "incomplete: call optimizer.consolidate() on every rank before state_dict(), or before copying the "
+                "optimizer."
             )
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Loads a consolidated ``state_dict``, on every rank. One that does not fit is refused before anything is overwritten."""
+        """Loads a consolidated ``state_dict``, on every rank. One that does not fit is refused before anything is
+        overwritten.
+        """
         super().load_state_dict(state_dict, strict)
         self._complete = True
 
@@ -123,7 +129,9 @@ class DistMuon(Muon):
     def _consolidate(self, plan: Plan, group: dist.ProcessGroup) -> None:
         """Broadcasts the state of each matrix from its owner. All ranks take the matrices in the order of the plan."""
         kinds_by_rank = all_gather_objects([_kinds(self.state[param]) for param, _ in self._stepped], group)
-        parts = [(task, key, kind) for task in plan.tasks for key, kind in kinds_by_rank[task.owner][task.param].items()]
+        parts = [
+            (task, key, kind) for task in plan.tasks for key, kind in kinds_by_rank[task.owner][task.param].items()
+        ]
         made, failure = dict[tuple[Tensor, str], Tensor](), KeptError()
         with failure:  # the other ranks would wait in the first broadcast
             for task, key, kind in parts:
@@ -149,8 +157,10 @@ class DistMuon(Muon):
 
     def _reset(self) -> None:
         super()._reset()
-        self._dividing: Plan | None = None  # the plan whose owners have the momentum, even if its buffers could not be made
-        self._stepped: list[tuple[Tensor, MatrixSet]] = []  # of each parameter of that plan, the tensor and its matrix set
+        # the plan whose owners have the momentum, even if its buffers could not be made
+        self._dividing: Plan | None = None
+        # of each parameter of that plan, the tensor and its matrix set
+        self._stepped: list[tuple[Tensor, MatrixSet]] = []
         self._kept: frozenset[Tensor] = frozenset()  # the parameters of which this rank owns a matrix and has state
 
     @property
@@ -164,9 +174,9 @@ class DistMuon(Muon):
         if self._replica_group is not None:
             if not self._complete and not self._stepped:
                 return StateError(
-                    "momentum is divided over the owners of an earlier process group, and this one may have others: call "
-                    "optimizer.consolidate() on every rank before setting replica_group or copying the optimizer, or load a "
-                    "state_dict."
+                    "momentum is divided over the owners of an earlier process group, and this one may have others: "
+                    "call optimizer.consolidate() on every rank before setting replica_group or copying the "
+                    "optimizer, or load a state_dict."
                 )
             return _first_sharded((record.name, record.param) for record in params)
         if self._divided:
@@ -190,7 +200,8 @@ class DistMuon(Muon):
         return super()._params_of(step, owned.__contains__)
 
     def _divide_state(self, step: StepContext, owned: set[PartIndex]) -> None:
-        """Deletes the state of stepped parameters without a matrix that this rank owns, and notes which states only it keeps.
+        """Deletes the state of stepped parameters without a matrix that this rank owns, and notes which states only it
+        keeps.
 
         ``owned`` are the parts that it owns. Those that are idle and have no state yet are not noted.
         """

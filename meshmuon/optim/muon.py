@@ -53,18 +53,18 @@ class Muon(PreparedStep):
     For each parameter of the groups with ``use_muon=True``, a step does:
 
     1. momentum: ``M ← momentum·M + G``, and with Nesterov the update is ``G + momentum·M``, else ``M``;
-    2. orthogonalisation: ``ns_steps`` steps of ``scheme`` drive the singular values of the update to 1, for all matrices of
-       one shape at once, within ``memory_budget``. The pieces of a sharded matrix go to one rank, its owner, and the result
-       comes back;
+    2. orthogonalisation: ``ns_steps`` steps of ``scheme`` drive the singular values of the update to 1, for all
+       matrices of one shape at once, within ``memory_budget``. The pieces of a sharded matrix go to one rank, its
+       owner, and the result comes back;
     3. ``p ← p·(1 − lr·weight_decay) − lr·adjust_lr_fn(rows, cols)·update``.
 
-    Groups with ``use_muon=False`` take the fused step of ``torch.optim.AdamW``. Each param group may have its own value of every
-    option marked "per group"; the optimizer reads the groups at every step.
+    Groups with ``use_muon=False`` take the fused step of ``torch.optim.AdamW``. Each param group may have its own value
+    of every option marked "per group"; the optimizer reads the groups at every step.
 
     Args:
-        params: a model, which stands for ``get_default_muon_param_groups(model)``, or param groups, each with ``params``,
-            ``use_muon`` and preferably ``names``. ``model.named_parameters()`` works too, with a warning: names and shapes tell
-            less than the model. The positional arguments after it are those of Motif's optimizer.
+        params: a model, which stands for ``get_default_muon_param_groups(model)``, or param groups, each with
+            ``params``, ``use_muon`` and preferably ``names``. ``model.named_parameters()`` works too, with a warning:
+            names and shapes tell less than the model. The positional arguments after it are those of Motif's optimizer.
 
     {options}
 
@@ -182,9 +182,9 @@ class Muon(PreparedStep):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether ``step`` unscales gradients and skips steps by itself, so that the host need not wait for the device.
 
-        The answer is True for a GradScaler, which then leaves both to ``step``, and False for everyone else. Trainers read this
-        too, and refuse to clip gradients if an optimizer unscales them in its step. Here they may clip: gradients that
-        ``GradScaler.unscale_`` has already divided are not divided again.
+        The answer is True for a GradScaler, which then leaves both to ``step``, and False for everyone else. Trainers
+        read this too, and refuse to clip gradients if an optimizer unscales them in its step. Here they may clip:
+        gradients that ``GradScaler.unscale_`` has already divided are not divided again.
         """
         return asked_by_scaler()
 
@@ -203,7 +203,9 @@ class Muon(PreparedStep):
 
     @property
     def nonfinite_logits(self) -> int:
-        """How many logits given to ``step`` were +∞ or NaN; their heads were not clipped. On a GPU, it waits for the device."""
+        """How many logits given to ``step`` were +∞ or NaN; their heads were not clipped. On a GPU, it waits for
+        the device.
+        """
         return self._qk_clip.nonfinite_logits
 
     def turn_on_cpu_offload(self) -> None:
@@ -241,13 +243,14 @@ class Muon(PreparedStep):
         return self._metrics is not None
 
     def metrics(self, *, wait: bool = False) -> dict[str, Any]:
-        """The health of the last measured step as a plain dict, described in docs/metrics.md; needs the option ``metrics``.
+        """The health of the last measured step as a plain dict, described in docs/metrics.md; needs the option
+        ``metrics``.
 
         It does not communicate. Before the first measured step it is empty.
 
         Args:
-            wait: on a GPU, wait until the device has finished the last measured step. Without it, the dict may be that of the
-                measured step before; its ``"step"`` says which one it is.
+            wait: on a GPU, wait until the device has finished the last measured step. Without it, the dict may be that
+                of the measured step before; its ``"step"`` says which one it is.
         """
         return self._meter.read(wait=wait)
 
@@ -265,10 +268,11 @@ class Muon(PreparedStep):
         return self._executor.workspace_bytes()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs, in the form of ``torch.optim.Optimizer``: the same keys on every rank, and plain values.
+        """What a checkpoint needs, in the form of ``torch.optim.Optimizer``: the same keys on every rank, and plain
+        values.
 
-        Once there is any state, parameters that train and never had a gradient appear with zeros. Dtypes are stored by name. Of a
-        function only the name is stored, and the loading optimizer keeps its own function.
+        Once there is any state, parameters that train and never had a gradient appear with zeros. Dtypes are stored by
+        name. Of a function only the name is stored, and the loading optimizer keeps its own function.
         """
         self._failures.refuse_checkpoint()
         self._drop_replaced()
@@ -281,14 +285,14 @@ class Muon(PreparedStep):
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Loads a ``state_dict``. One that does not fit is refused before anything is overwritten.
 
-        Parameters are matched by name where both sides have names, in any order and however they are divided into groups. A
-        param group takes the options of the saved group that its parameters were in.
+        Parameters are matched by name where both sides have names, in any order and however they are divided into
+        groups. A param group takes the options of the saved group that its parameters were in.
 
         Args:
             state_dict: what ``state_dict()`` returned.
-            strict: whether the checkpoint must have the same parameters. Otherwise parameters that it lacks, or that it has for
-                AdamW instead of Muon or the reverse, start from zero, and state of parameters that the optimizer lacks is left
-                out.
+            strict: whether the checkpoint must have the same parameters. Otherwise parameters that it lacks, or that it
+                has for AdamW instead of Muon or the reverse, start from zero, and state of parameters that the
+                optimizer lacks is left out.
         """
         if not isinstance(state_dict, Mapping):
             raise StateError(f"this is not the state_dict of an optimizer, but a {type(state_dict).__name__}.")
@@ -329,7 +333,9 @@ class Muon(PreparedStep):
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = "_settings _plan_options _cost_model _metrics _adamw_lr _comm_dtype _reference _qk_clip _failures _lineage "
+        kept = (
+            "_settings _plan_options _cost_model _metrics _adamw_lr _comm_dtype _reference _qk_clip _failures _lineage "
+        )
         kept += "_only_prepared"
         self._offload.settle()
         options = {
@@ -342,7 +348,8 @@ class Muon(PreparedStep):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds it; it is not an option of Muon and must not enter the groups
+        # torch adds it; it is not an option of Muon and must not enter the groups
+        self.defaults.pop("differentiable", None)
         if "_executor" not in self.__dict__:  # a copy, not an optimizer that loads a state
             self._replica_group = None  # process groups cannot be copied
             self._nonfinite = NonFinite(state["_nonfinite_policy"])
@@ -368,7 +375,9 @@ class Muon(PreparedStep):
         self._meter = Meter(self._metrics, by_owners=not self._reference, clip_threshold=self._qk_clip.threshold)
 
     def _warn_of_routes(self, first: int) -> None:
-        """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for all."""
+        """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for
+        all.
+        """
         if not is_first_of_ranks(self._groups[first:]):
             return
         for warning in build_routing_table(self._groups, first).warnings:

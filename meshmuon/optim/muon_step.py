@@ -68,7 +68,8 @@ class StepContext:
     nonfinite: bool = False  # the host has found a gradient on this rank that is not finite
     has_work: bool = True  # this rank has more to do than create state
     decision: StepDecision = field(init=False)  # what all ranks have agreed on
-    skip_mask: Tensor | None = None  # a boolean on a device, true if nothing may change; None if no device has to be asked
+    # a boolean on a device, true if nothing may change; None if no device has to be asked
+    skip_mask: Tensor | None = None
     recorder: StepRecorder | None = None  # what measures this step; None if it is not measured
     would_diverge: bool = False  # an error at this point would make replicas diverge
     only_prepares: bool = False  # it is a call of ``prepare()``, and nothing is stepped
@@ -101,8 +102,8 @@ class MuonStep(torch.optim.Optimizer):
 
         Args:
             closure: evaluates the model again and returns the loss.
-            qk_logits: layer → tensor of the largest attention logit of each head, the same on all ranks, as ``MaxLogits.collect``
-                returns it; needs ``clip_config``.
+            qk_logits: layer → tensor of the largest attention logit of each head, the same on all ranks, as
+                ``MaxLogits.collect`` returns it; needs ``clip_config``.
 
         Returns:
             What ``closure`` returned, or None.
@@ -152,7 +153,10 @@ class MuonStep(torch.optim.Optimizer):
         records, has_grad = self._collector.records, self._collector.has_grad
         unreported = self._failures.to_report()
         failure.keep(
-            self._misuse(records) or self._meter.refusal(records) or self._activity.replaced(records, has_grad) or unreported
+            self._misuse(records)
+            or self._meter.refusal(records)
+            or self._activity.replaced(records, has_grad)
+            or unreported
         )
         step = StepContext(records, has_grad, qk_logits, failure, only_prepares=only_prepares)
         if not failure:
@@ -193,7 +197,9 @@ class MuonStep(torch.optim.Optimizer):
             prepared_plan=prepared_plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
-            activity=Activity.NO_MATRIX if step.failure or step.only_prepares else self._activity.of(step.records, step.has_grad),
+            activity=Activity.NO_MATRIX
+            if step.failure or step.only_prepares
+            else self._activity.of(step.records, step.has_grad),
             hyperparameters=hyperparameters,
             without_state=without_state,
             presence=StatePresence(step.records, states, self._keeps),
@@ -224,7 +230,8 @@ class MuonStep(torch.optim.Optimizer):
     def _prepare_plan(self, step: StepContext) -> frozenset[str]:
         """One attempt, confirmed by all ranks. If one of them fails, none keeps anything: the next step prepares again.
 
-        Returns the kinds of product that torch computes faster than the Triton kernel on all ranks that have measured them.
+        Returns the kinds of product that torch computes faster than the Triton kernel on all ranks that have measured
+        them.
         """
         decision = step.decision
         try:
@@ -241,7 +248,8 @@ class MuonStep(torch.optim.Optimizer):
         except BaseException as error:
             self._executor.discard()
             self._meter.discard()
-            if decision.exchange is not None and not isinstance(error, MeshmuonError):  # Ctrl-C: the others wait for this rank
+            # Ctrl-C: the others wait for this rank
+            if decision.exchange is not None and not isinstance(error, MeshmuonError):
                 decision.exchange.abandon()
             raise
 
@@ -252,7 +260,8 @@ class MuonStep(torch.optim.Optimizer):
         """
         records, decision, failure = step.records, step.decision, step.failure
         self._only_prepared = False
-        step.would_diverge = decision.repeats  # if one of several ranks that compute a matrix fails, their replicas diverge
+        # if one of several ranks that compute a matrix fails, their replicas diverge
+        step.would_diverge = decision.repeats
         try:
             step.skip_mask = self._nonfinite.reduce_skip_mask(
                 records, step.scaling, decision.exchange, self._executor.elementwise
@@ -261,12 +270,17 @@ class MuonStep(torch.optim.Optimizer):
             if self._meter.is_due(self._planner.steps):
                 step.recorder = self._meter.begin(step_params, decision, gradients_here=not self._averages_gradients)
             adamw, observer = partial(self._adamw_step, step), step.recorder or UNOBSERVED
-            failure.keep(self._executor.run(step_params, idle=decision.idle, during_last_scatter=adamw, observer=observer))
+            failure.keep(
+                self._executor.run(step_params, idle=decision.idle, during_last_scatter=adamw, observer=observer)
+            )
             self._nonfinite.count(self._executor.checked)
-            # Counters and QK-clip also after a failure that the other ranks do not know of: they count this step and clip.
+            # Counters and QK-clip also after a failure that the other ranks do not know of: they count this step and
+            # clip.
             advance_counters((step_param.counter for step_param in step_params), step.skip_mask)
             alone = decision.exchange is None
-            failed_everywhere = isinstance(failure.error, OrthogonalizeError) if alone else self._executor.failed_for_all
+            failed_everywhere = (
+                isinstance(failure.error, OrthogonalizeError) if alone else self._executor.failed_for_all
+            )
             logits = None if failed_everywhere else self._qk_clip.apply(records, step.qk_logits, step.skip_mask)
             if step.recorder is not None:  # also after a failure: the other ranks wait for this rank's numbers
                 skips: dict[str, Any] = {"skipped": self._nonfinite.skipped, "skip_mask": step.skip_mask}
@@ -300,7 +314,8 @@ class MuonStep(torch.optim.Optimizer):
             self._mask_gradients(step, step_params)
 
     def _mask_gradients(self, step: StepContext, step_params: Sequence[StepParam]) -> None:
-        """Fills all gradients with −0 if the step must be skipped, also those that this rank lacks and that are made as +0.
+        """Fills all gradients with −0 if the step must be skipped, also those that this rank lacks and that are made as
+        +0.
 
         x + (−0) is x bit for bit: a momentum of −0 would lose its sign to +0 in a step that must change nothing.
         """
@@ -312,7 +327,8 @@ class MuonStep(torch.optim.Optimizer):
 
     def _adamw_step(self, step: StepContext) -> None:
         self._offload.wait_for_adamw()
-        before, step.would_diverge = step.would_diverge, True  # if it fails, the other ranks have stepped and this one has not
+        # if it fails, the other ranks have stepped and this one has not
+        before, step.would_diverge = step.would_diverge, True
         indices_by_group: dict[int, list[int]] = {}
         for k, record in enumerate(step.records):
             if not record.param_group["use_muon"] and (record.param.grad is not None or k in step.decision.zeros):
@@ -330,7 +346,8 @@ class MuonStep(torch.optim.Optimizer):
         step.would_diverge = before  # not in a finally: after an error it must stay true
 
     def _stand_in(self, step: StepContext, step_params: Sequence[StepParam]) -> None:
-        """Creates AdamW's state before any gradient has come, and lets weights stand in for gradients that are not there.
+        """Creates AdamW's state before any gradient has come, and lets weights stand in for gradients that are not
+        there.
 
         Kernels are compiled for them, which reads the layout of a gradient and writes nothing.
         """
@@ -342,14 +359,18 @@ class MuonStep(torch.optim.Optimizer):
                 step_param.zeros = step_param.param
 
     def _drop_replaced(self) -> None:
-        """Drops what ``prepare()`` made for parameters that a wrapper has replaced since; a state_dict could not name them."""
+        """Drops what ``prepare()`` made for parameters that a wrapper has replaced since; a state_dict could not
+        name them.
+        """
         if self._only_prepared:
             own = {param for group in self._groups for param in group["params"]}
             for param in [key for key in self.state if isinstance(key, Tensor) and key not in own]:
                 del self.state[param]
 
     def _skip(self, step: StepContext) -> None:
-        """Counts a skipped step, because a gradient is not finite, and frees the gradients that the step would have freed."""
+        """Counts a skipped step, because a gradient is not finite, and frees the gradients that the step would have
+        freed.
+        """
         self._nonfinite.skipped = self._nonfinite.skipped + 1
         for record in step.records:
             if record.param_group["use_muon"] and record.param_group["none_grad"]:
@@ -403,16 +424,18 @@ class MuonStep(torch.optim.Optimizer):
 
 
 class StepFailures:
-    """The consequences of a failed step on this rank, until the other ranks know of it or a checkpoint is loaded. Four states:
+    """The consequences of a failed step on this rank, until the other ranks know of it or a checkpoint is loaded. Four
+    states:
 
     - **Clean**: the last step succeeded, or failed before anything was written.
-    - **Unreported**: this rank completed all exchanges of a step, but part of the step failed here. The other ranks noticed
-      nothing. The next ``step()`` reports the error to them instead of stepping, and all ranks raise it; then the state is clean.
-    - **Diverged**: as above, and replicas of the same weights now differ. Every ``step()`` reports it, and ``state_dict()``
-      refuses, until a state is loaded.
-    - **Half done**: this rank left a step between two exchanges (an error in transport, Ctrl-C), so it is unknown which weights
-      were updated. ``step()`` and ``state_dict()`` refuse on this rank until a state is loaded. Its connections are closed, so
-      that the other ranks do not wait for it.
+    - **Unreported**: this rank completed all exchanges of a step, but part of the step failed here. The other ranks
+      noticed nothing. The next ``step()`` reports the error to them instead of stepping, and all ranks raise it; then
+      the state is clean.
+    - **Diverged**: as above, and replicas of the same weights now differ. Every ``step()`` reports it, and
+      ``state_dict()`` refuses, until a state is loaded.
+    - **Half done**: this rank left a step between two exchanges (an error in transport, Ctrl-C), so it is unknown which
+      weights were updated. ``step()`` and ``state_dict()`` refuse on this rank until a state is loaded. Its connections
+      are closed, so that the other ranks do not wait for it.
     """
 
     def __init__(self) -> None:
@@ -426,7 +449,9 @@ class StepFailures:
         self._unreported = failure_for_other_ranks(failure, diverged)
 
     def to_report(self) -> Exception | None:
-        """The error to report to the other ranks at the coming agreement; reported once, or at every step while diverged."""
+        """The error to report to the other ranks at the coming agreement; reported once, or at every step while
+        diverged.
+        """
         failure = self._unreported
         if not isinstance(failure, StateError):
             self._unreported = None
@@ -435,8 +460,8 @@ class StepFailures:
     def refuse_step(self) -> None:
         if self._half_done is not None:
             raise StateError(
-                f"an earlier step was left half done ({self._half_done}). Load a checkpoint of the model and of this optimizer "
-                "first."
+                f"an earlier step was left half done ({self._half_done}). Load a checkpoint of the model and of this "
+                "optimizer first."
             )
 
     def refuse_checkpoint(self) -> None:
@@ -446,10 +471,11 @@ class StepFailures:
 
 
 class Overwritten:
-    """Marks the weights that steps write without autograd's notice: DTensors through their local tensors, and those on devices.
+    """Marks the weights that steps write without autograd's notice: DTensors through their local tensors, and those on
+    devices.
 
-    There kernels write. If a backward pass has saved such a weight, or needs FSDP2 to gather it again, it then raises, as it does
-    after torch's own in-place operations. Those mark plain tensors in host memory.
+    There kernels write. If a backward pass has saved such a weight, or needs FSDP2 to gather it again, it then raises,
+    as it does after torch's own in-place operations. Those mark plain tensors in host memory.
     """
 
     def __init__(self) -> None:
@@ -460,8 +486,12 @@ class Overwritten:
     def mark(self, params: Sequence[ParamRecord], is_written: Callable[[ParamIndex], bool]) -> None:
         """Marks the weights that a step has written."""
         if params is not self._params:
-            tracked = ((ParamIndex(k), record.param) for k, record in enumerate(params) if not record.param.is_inference())
-            self._unnoticed = [(k, param) for k, param in tracked if as_dtensor(param) is not None or not known_to_host(param)]
+            tracked = (
+                (ParamIndex(k), record.param) for k, record in enumerate(params) if not record.param.is_inference()
+            )
+            self._unnoticed = [
+                (k, param) for k, param in tracked if as_dtensor(param) is not None or not known_to_host(param)
+            ]
             self._gathered = FSDP2Weights([param for _, param in self._unnoticed if as_dtensor(param) is not None])
             self._params = params
         written = [param for k, param in self._unnoticed if is_written(k)]

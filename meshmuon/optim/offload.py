@@ -1,7 +1,7 @@
 """Optimizer state in host memory between steps: offloaded after a step, loaded before the next.
 
-While the state is offloaded, ``optimizer.state`` holds host tensors of the same shapes, so it can be saved, copied and read as
-usual. Flat buffers make each direction a few copies: one for AdamW's and one for other state of each device and
+While the state is offloaded, ``optimizer.state`` holds host tensors of the same shapes, so it can be saved, copied and
+read as usual. Flat buffers make each direction a few copies: one for AdamW's and one for other state of each device and
 dtype, on a GPU as many as waste little pinned memory.
 """
 
@@ -44,8 +44,8 @@ class _Slot(NamedTuple):
     def view_in_own_storage(self, flat: Tensor) -> Tensor:
         """As ``view``, but over a storage that covers only this tensor's memory.
 
-        torch can neither copy nor save a DTensor whose local tensor has an offset, and would save all of ``flat`` with a plain
-        tensor.
+        torch can neither copy nor save a DTensor whose local tensor has an offset, and would save all of ``flat`` with
+        a plain tensor.
         """
         start, stop = (flat.itemsize * element for element in (self.offset, self.offset + self.span))
         storage = flat.untyped_storage()[start:stop]
@@ -104,8 +104,8 @@ class Offload:
     def resident(self, states: _States, failure: KeptError, *, adamw_later: bool = False) -> Iterator[None]:
         """Loads the state for the ``with`` block and offloads it afterwards, even if the step fails.
 
-        If ``adamw_later``, AdamW's is there only after ``wait_for_adamw``. Keeps an error of loading: the other ranks must learn
-        of it before this one raises it.
+        If ``adamw_later``, AdamW's is there only after ``wait_for_adamw``. Keeps an error of loading: the other ranks
+        must learn of it before this one raises it.
         """
         if not self.on or self._inside:
             yield
@@ -158,7 +158,8 @@ class Offload:
     @torch.no_grad()
     def _offload(self, states: _States) -> None:
         by_pool: dict[_PoolKind, list[tuple[Tensor, str, Tensor]]] = {}
-        for param, key, value in sorted(_movable(states), key=lambda member: member[1] in ADAMW_KEYS):  # and so copied last
+        # and so copied last
+        for param, key, value in sorted(_movable(states), key=lambda member: member[1] in ADAMW_KEYS):
             by_pool.setdefault((param.device, value.dtype, key in ADAMW_KEYS), []).append((param, key, value))
         held = {(id(slot.param), slot.key, id(value)) for pool in self._pools for slot, value in pool.members()}
         if held != {(id(param), key, id(value)) for members in by_pool.values() for param, key, value in members}:

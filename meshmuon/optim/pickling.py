@@ -1,4 +1,6 @@
-"""Says which option keeps an optimizer from being pickled. pickle itself names only the function, and not where it came from."""
+"""Says which option keeps an optimizer from being pickled. pickle itself names only the function, and not where it
+came from.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from ..errors import ConfigError
 from ..params.checks import shown
 from ..params.option_table import group_options
 
-_BY_VALUE = ("cloudpickle", "dill")  # picklers that store the code of functions; projects ship copies of them under longer names
+# picklers that store the code of functions; projects ship copies of them under longer names
+_BY_VALUE = ("cloudpickle", "dill")
 
 
 def refuse_unpicklable(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
@@ -30,15 +33,17 @@ def refuse_unpicklable(groups: Sequence[Mapping[str, Any]], defaults: Mapping[st
                 pickle.dumps(value)
             except Exception as error:  # whatever the object's own methods raise
                 raise ConfigError(
-                    f"{where}: {option.name}={shown(value)} cannot be pickled ({type(error).__name__}: {error}), and so "
-                    "neither can the optimizer. Define it at the top level of a module, with def or class, instead of as a "
-                    "lambda or inside of a function. Or save optimizer.state_dict(), which needs no functions: the optimizer "
-                    "that loads it keeps its own."
+                    f"{where}: {option.name}={shown(value)} cannot be pickled ({type(error).__name__}: {error}), and "
+                    "so neither can the optimizer. Define it at the top level of a module, with def or class, instead "
+                    "of as a lambda or inside of a function. Or save optimizer.state_dict(), which needs no "
+                    "functions: the optimizer that loads it keeps its own."
                 ) from error
 
 
 def _stores_references() -> bool:
-    """Whether an ordinary pickler is at work. ``copy`` asks an object in the same way, and takes functions as they are."""
+    """Whether an ordinary pickler is at work. ``copy`` asks an object in the same way, and takes functions as they
+    are.
+    """
     caller: FrameType | None = sys._getframe(3)  # what called ``__reduce_ex__``; a pickler written in C has no frame
     if caller is not None and caller.f_globals.get("__name__") == "copy":
         return False

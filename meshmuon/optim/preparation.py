@@ -25,13 +25,14 @@ class PreparedStep(MuonStep):
     def prepare(self) -> None:
         """Does before the first batch what the first step would do beside stepping. All ranks call it, or none.
 
-        It plans for all parameters that require a gradient; creates process groups, state and buffers; tunes and compiles
-        kernels, and records CUDA graphs; and exchanges a number with every rank that this one will exchange pieces with. Call it
-        once the parameters are final: after ``fully_shard``, before or after ``load_state_dict``. It is optional and changes no
-        bit of any step. A second call finds everything there.
+        It plans for all parameters that require a gradient; creates process groups, state and buffers; tunes and
+        compiles kernels, and records CUDA graphs; and exchanges a number with every rank that this one will exchange
+        pieces with. Call it once the parameters are final: after ``fully_shard``, before or after ``load_state_dict``.
+        It is optional and changes no bit of any step. A second call finds everything there.
 
-        If something fails on one rank, all ranks raise the same error, which names the phase and the rank. Nothing is half done:
-        the next ``step()`` or ``prepare()`` does what is missing. Only if ranks have lost each other, that raises as well.
+        If something fails on one rank, all ranks raise the same error, which names the phase and the rank. Nothing is
+        half done: the next ``step()`` or ``prepare()`` does what is missing. Only if ranks have lost each other, that
+        raises as well.
         """
         began, failure = time.monotonic(), KeptError()
         self._planner.begin(counts=False)
@@ -55,7 +56,9 @@ class PreparedStep(MuonStep):
         with suppress(Exception):  # param groups that have lost their parameters: the phase refuses them, on all ranks
             first = is_first_of_ranks(self._groups)
         if first:
-            threading.Thread(target=_show_while_slow, args=(name, over), name="meshmuon: prepare()", daemon=True).start()
+            threading.Thread(
+                target=_show_while_slow, args=(name, over), name="meshmuon: prepare()", daemon=True
+            ).start()
         try:
             yield
         except Exception as error:

@@ -28,8 +28,8 @@ from .collect import States
 class StepParams:
     """Makes the step parameters of a plan, and fills those of the last step with this step's options and state.
 
-    Between steps they refer to no state, which may be offloaded: a step calls ``release_state`` at its end, and ``drop`` if the
-    state is not that of the last step.
+    Between steps they refer to no state, which may be offloaded: a step calls ``release_state`` at its end, and
+    ``drop`` if the state is not that of the last step.
     """
 
     def __init__(self, *, means: bool = False) -> None:
@@ -40,7 +40,8 @@ class StepParams:
         """Makes the next step rebuild its parameters."""
         self._plan: object = None
         self._cached: list[StepParam] = []  # made for ``_plan``
-        self._groups: dict[tuple[int, torch.device], ParamGroup] = {}  # by index, and by the device of those parameters on it
+        # by index, and by the device of those parameters on it
+        self._groups: dict[tuple[int, torch.device], ParamGroup] = {}
 
     def serve(self, decision: StepDecision, lacking_state: Sequence[int]) -> bool:
         """Whether those of the last step serve again, so that no state has to be created."""
@@ -56,8 +57,8 @@ class StepParams:
     ) -> list[StepParam]:
         """One entry per part of the agreed plan, in its order, with state that is created where it is missing.
 
-        ``keeps`` tells whether this rank keeps the momentum of a part. If ``skip_mask``, a boolean on a device, is true, nothing
-        may change, and the gradients are already zeros.
+        ``keeps`` tells whether this rank keeps the momentum of a part. If ``skip_mask``, a boolean on a device, is
+        true, nothing may change, and the gradients are already zeros.
         """
         planned = [(records[k], number) for k, number in decision.planned_parts]
         self._groups = {(record.group_index, record.param.device): record.param_group for record, _ in planned}
@@ -65,8 +66,8 @@ class StepParams:
         step_params = []
         for part, (record, number) in enumerate(planned):
             param, group, idle = record.param, record.param_group, part in decision.idle
-            # An idle parameter gets no state. The executor still needs the shape of its rule state, so if there is none, one is
-            # made in a copy of the entry that is thrown away.
+            # An idle parameter gets no state. The executor still needs the shape of its rule state, so if there is
+            # none, one is made in a copy of the entry that is thrown away.
             entry = dict(states.get(param, {})) if idle else states[param]
             if kept[part]:
                 param_state.start(entry, record.name, param, group)
@@ -88,7 +89,9 @@ class StepParams:
         for k, step_param in enumerate(self._cached):
             step_param.settings = settings[step_param.group_index, step_param.param.device]
             if decision.zeros:
-                step_param.zeros = zeros_like(step_param.param) if decision.planned_parts[k][0] in decision.zeros else None
+                step_param.zeros = (
+                    zeros_like(step_param.param) if decision.planned_parts[k][0] in decision.zeros else None
+                )
             if k not in decision.idle:
                 _refer_to(states[step_param.param], step_param)
         return self._cached
@@ -127,7 +130,9 @@ def _new_step_param(record: ParamRecord, number: int, settings: StepSettings) ->
 
 
 def _refer_to(entry: Mapping[str, Any], step_param: StepParam, *, kept: bool = True) -> None:
-    """Gives a step parameter the state in its ``entry``: all of it, or if this rank does not keep it, the counter alone."""
+    """Gives a step parameter the state in its ``entry``: all of it, or if this rank does not keep it, the counter
+    alone.
+    """
     if kept:
         step_param.momentum_buffer = entry[param_state.MOMENTUM]
         step_param.momentum_scales = None if step_param.blocks is None else entry[param_state.SCALES]
@@ -138,7 +143,8 @@ def _refer_to(entry: Mapping[str, Any], step_param: StepParam, *, kept: bool = T
 def _settings_of(group: ParamGroup, skip_mask: Tensor | None, device: torch.device, means: bool) -> StepSettings:
     """The options for those parameters of a param group that are on ``device``."""
     lr = group["lr"]
-    # An lr on a device stays a tensor: reading it would wait for the device. For weights in host memory the host has to read it.
+    # An lr on a device stays a tensor: reading it would wait for the device. For weights in host memory the host has to
+    # read it.
     on_host = device.type == "cpu"
     lr = float(lr) if not isinstance(lr, Tensor) or known_to_host(lr) or on_host else lr.reshape(())
     skip_mask = None if skip_mask is None else copy_to(skip_mask, device)

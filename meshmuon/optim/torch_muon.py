@@ -22,9 +22,10 @@ _NOT_STORED = {"use_muon", "norm_floor", *(option.name for option in group_optio
 class TorchMuon(Muon):
     """``torch.optim.Muon`` on any mesh: the same arguments, the same update within rounding, the same ``state_dict``.
 
-    It takes matrices only; give embeddings, heads, norms and biases to AdamW, or all of a model to ``Muon``. Gradients stay,
-    momentum is a mean, ``M ← momentum·M + (1 − momentum)·G``, and nothing warns of routes. What differs: products are in float32
-    on a CPU and in float16 on a GPU instead of bfloat16; ``momentum`` must be below 1 and ``ns_steps`` from 1 to 64.
+    It takes matrices only; give embeddings, heads, norms and biases to AdamW, or all of a model to ``Muon``. Gradients
+    stay, momentum is a mean, ``M ← momentum·M + (1 − momentum)·G``, and nothing warns of routes. What differs: products
+    are in float32 on a CPU and in float16 on a GPU instead of bfloat16; ``momentum`` must be below 1 and ``ns_steps``
+    from 1 to 64.
 
     Args:
         params: matrices, (name, matrix) pairs, or param groups of these.
@@ -64,8 +65,8 @@ class TorchMuon(Muon):
         for tensor in (entry[-1] if isinstance(entry, tuple) else entry for entry in params):
             if isinstance(tensor, Tensor) and tensor.dim() != 2:
                 raise ConfigError(
-                    f"TorchMuon takes matrices, as torch.optim.Muon does, not a parameter of shape {tuple(tensor.shape)}: give "
-                    "it to AdamW, or write meshmuon.Muon(model, lr=...), which does so."
+                    "TorchMuon takes matrices, as torch.optim.Muon does, not a parameter of shape "
+                    f"{tuple(tensor.shape)}: give it to AdamW, or write meshmuon.Muon(model, lr=...), which does so."
                 )
         own = {key: self.defaults[key] for key in _OPTIONS if key in self.defaults}
         super().add_param_group(_translated({**own, **param_group, "params": params, "use_muon": True}))
@@ -85,8 +86,8 @@ class TorchMuon(Muon):
         if isinstance(groups, (list, tuple)) and all(isinstance(group, Mapping) for group in groups):
             if any("ns_coefficients" not in group and group.keys() > {"params"} for group in groups):
                 raise StateError(
-                    "the state_dict is not from TorchMuon or torch.optim.Muon, which keep momentum as a mean of the gradients. "
-                    "Load it into the class that it is from."
+                    "the state_dict is not from TorchMuon or torch.optim.Muon, which keep momentum as a mean of the "
+                    "gradients. Load it into the class that it is from."
                 )
             state_dict = {**state_dict, "param_groups": [_translated({**group, "use_muon": True}) for group in groups]}
         super().load_state_dict(state_dict, strict)
@@ -118,8 +119,8 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     """Bare matrices and pairs as one param group; param groups as they are."""
     if isinstance(params, (nn.Module, Tensor, Mapping)) or not isinstance(params, Iterable):
         raise ConfigError(
-            f"params must be matrices, (name, matrix) pairs or groups of these, got {type(params).__name__}. TorchMuon takes "
-            "what torch.optim.Muon takes; meshmuon.Muon takes a whole model."
+            f"params must be matrices, (name, matrix) pairs or groups of these, got {type(params).__name__}. "
+            "TorchMuon takes what torch.optim.Muon takes; meshmuon.Muon takes a whole model."
         )
     entries = list(params)
     return entries if not entries or isinstance(entries[0], dict) else [{"params": entries}]

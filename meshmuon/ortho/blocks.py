@@ -2,8 +2,8 @@
 
 Inside a block the iteration lives in the n × n space of R = X·Xᵀ, where rounding of relative size u perturbs every
 eigenvalue by about u·‖R‖. An eigenvalue that is truly tiny may become negative, and each step multiplies it by a² or
-more; and what rounding mixes between a large and a small direction is amplified like the small one. Starting a new block
-(X ← Q·X, then R = X·Xᵀ again) removes the error.
+more; and what rounding mixes between a large and a small direction is amplified like the small one. Starting a new
+block (X ← Q·X, then R = X·Xᵀ again) removes the error.
 
 How many blocks are needed depends on the coefficients and on the dtype, so it is found by simulation, not by table: the
 real iteration runs on 2 × 2 matrices in float64, with every product perturbed by the worst rounding of the dtype.
@@ -33,7 +33,12 @@ _OVERSHOOT = 1.05  # largest singular value, relative to the exact polynomial's
 _SHARE_OF_SPREAD = 0.25  # how much of the scheme's own distance from 1 rounding may add
 _OVER_STANDARD = 1.25  # how much worse than the standard form's deviation is still the same
 _FLOOR = 16.0  # units of the dtype's epsilon below which a deviation never matters
-_PATTERNS = (((-1.0, -1.0), (-1.0, -1.0)), ((1.0, 1.0), (1.0, 1.0)), ((-1.0, 1.0), (1.0, -1.0)), ((1.0, -1.0), (-1.0, 1.0)))
+_PATTERNS = (
+    ((-1.0, -1.0), (-1.0, -1.0)),
+    ((1.0, 1.0), (1.0, 1.0)),
+    ((-1.0, 1.0), (1.0, -1.0)),
+    ((1.0, -1.0), (-1.0, 1.0)),
+)
 
 
 class _Outcome(NamedTuple):
@@ -52,8 +57,9 @@ def gram_blocks(scheme: Scheme, dtype: torch.dtype) -> tuple[int, ...]:
     """The fewest blocks that are safe for ``scheme`` in ``dtype``, as numbers of steps.
 
     Safe means, for every singular value in [0, 1] and the worst rounding: none ends more than 5 % above the exact
-    polynomial's maximum, and none above 1e-3 ends further from its exact value than a quarter of the polynomial's own largest
-    distance from 1, or than 1.25 times what the standard form suffers in that dtype, or than 16 of its epsilons.
+    polynomial's maximum, and none above 1e-3 ends further from its exact value than a quarter of the polynomial's own
+    largest distance from 1, or than 1.25 times what the standard form suffers in that dtype, or than 16 of its
+    epsilons.
     """
     steps = len(scheme.steps)
     noise = torch.finfo(dtype).eps / 2
@@ -76,7 +82,9 @@ def gram_blocks(scheme: Scheme, dtype: torch.dtype) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def is_safe(scheme: Scheme, dtype: torch.dtype) -> bool:
-    """Whether rounding lifts no singular value more than 5 % above the scheme's own maximum, with every step in its own block."""
+    """Whether rounding lifts no singular value more than 5 % above the scheme's own maximum, with every step in its
+    own block.
+    """
     exact, rounded = (_simulate(scheme, standard_blocks(scheme), noise) for noise in (0.0, torch.finfo(dtype).eps / 2))
     return rounded.overshoot <= _OVERSHOOT * exact.overshoot
 
@@ -125,7 +133,9 @@ class _NoisyProducts(Products):
         if step.is_hybrid:
             total = total + self._rounded(step.quadratic * (gram @ gram.mT) + step.linear * gram)
         for pole, weight in zip(step.poles, step.weights, strict=True):
-            total = total + weight * self._rounded(torch.linalg.inv(self._rounded(self._rounded(gram + pole * identity))))
+            total = total + weight * self._rounded(
+                torch.linalg.inv(self._rounded(self._rounded(gram + pole * identity)))
+            )
         return out.copy_(total)
 
     def _rounded(self, result: Tensor) -> Tensor:
@@ -133,7 +143,9 @@ class _NoisyProducts(Products):
 
 
 def _simulate(scheme: Scheme, blocks: tuple[int, ...], noise: float, *, points: int = 49) -> _Outcome:
-    """Runs the real iteration on diag(1, s), every product rounded in the worst way; s is 0 and ``points`` values up to 1."""
+    """Runs the real iteration on diag(1, s), every product rounded in the worst way; s is 0 and ``points`` values
+    up to 1.
+    """
     sizes = torch.logspace(-6, 0, points, dtype=torch.float64, device="cpu")
     small = torch.cat([torch.zeros_like(sizes[:1]), sizes])
     pairs = torch.diag_embed(torch.stack([torch.ones_like(small), small], dim=1))

@@ -1,17 +1,18 @@
-"""What orthogonalising a matrix costs. Form and scheme are chosen by ``orthogonalize_cost``, and plans balance it over the ranks.
+"""What orthogonalising a matrix costs. Form and scheme are chosen by ``orthogonalize_cost``, and plans balance it over
+the ranks.
 
 Products count as ``torch.utils.flop_counter`` counts them: a multiply and an add are two FLOPs.
 
-With X of n × m, n ≤ m, and the steps cut into B blocks (see ``iteration``), each block costs one symmetric product X·Xᵀ and one
-full product to apply the result. Inside a block every step but the first costs one full and two symmetric n × n products, to
-compose it with the steps before. A quintic costs one more symmetric product, a rational step one inverse per pole and, if it has
-a quadratic term, one symmetric product. The standard form has one step per block, the Gram form as few blocks as the dtype
-allows.
+With X of n × m, n ≤ m, and the steps cut into B blocks (see ``iteration``), each block costs one symmetric product X·Xᵀ
+and one full product to apply the result. Inside a block every step but the first costs one full and two symmetric n × n
+products, to compose it with the steps before. A quintic costs one more symmetric product, a rational step one inverse
+per pole and, if it has a quadratic term, one symmetric product. The standard form has one step per block, the Gram form
+as few blocks as the dtype allows.
 
-Inverses take longer than their FLOPs say: LAPACK factors the small blocks on the diagonal (leaves), and the first products after
-it are small, too. ``orthogonalize_cost`` counts both by the time they take, expressed as FLOPs of a large product. By this
-count a rational scheme's cost over that of ``polar_express`` was within 35 % of the measured ratio for 13 shapes of 96 to 1024
-rows (one thread, AVX-512).
+Inverses take longer than their FLOPs say: LAPACK factors the small blocks on the diagonal (leaves), and the first
+products after it are small, too. ``orthogonalize_cost`` counts both by the time they take, expressed as FLOPs of a
+large product. By this count a rational scheme's cost over that of ``polar_express`` was within 35 % of the measured
+ratio for 13 shapes of 96 to 1024 rows (one thread, AVX-512).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .kernels.products import symmetric_panels
 from .rational import Rational
 from .schemes import Step
 
-_LEAF_PENALTY = 40  # measured on CPU: a FLOP in a 32 × 32 Cholesky factor and its inverse, in units of one in a large product
+# measured on CPU: a FLOP in a 32 × 32 Cholesky factor and its inverse, in units of one in a large product
+_LEAF_PENALTY = 40
 _SMALL_PRODUCT = 600_000  # measured on CPU: FLOPs that a large product could have done while a small one is called
 
 
@@ -54,7 +56,9 @@ def orthogonalize_flops(rows: int, cols: int, steps: Sequence[Step], blocks: Seq
 
 
 def orthogonalize_cost(rows: int, cols: int, steps: Sequence[Step], blocks: Sequence[int]) -> int:
-    """``orthogonalize_flops`` and the time that small blocks take beyond it: proportional to time, except for tiny matrices."""
+    """``orthogonalize_flops`` and the time that small blocks take beyond it: proportional to time, except for tiny
+    matrices.
+    """
     flops, poles = orthogonalize_flops(rows, cols, steps, blocks), _poles(steps)
     if not poles:
         return flops

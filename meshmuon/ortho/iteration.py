@@ -6,8 +6,8 @@ A block of k steps starts from R = X·Xᵀ and composes its steps in the n × n 
     P = constant·I + Σ weight·(R + pole·I)⁻¹    for a rational step (a hybrid one adds linear·R + quadratic·R²),
     Q ← P·Q,   R ← P·R·P,
 
-and ends with X ← Q·X. With one quintic per block this is the standard form X ← a·X + (b·R + c·R²)·X. With as few blocks as
-the dtype allows it is the Gram form, which touches the long side of X only once per block.
+and ends with X ← Q·X. With one quintic per block this is the standard form X ← a·X + (b·R + c·R²)·X. With as few blocks
+as the dtype allows it is the Gram form, which touches the long side of X only once per block.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .rational import Rational
 from .schemes import Step
 from .workspace import Workspace, is_aligned, pitch
 
-# The largest norm that a row of X may have before X is normalised. A power of two, so that it changes no bit. Entries of R = X·Xᵀ
-# are at most its square, which float16 holds. With 1 instead, the square of a single large entry among 65,536 columns would be a
-# subnormal number of float16.
+# The largest norm that a row of X may have before X is normalised. A power of two, so that it changes no bit. Entries
+# of R = X·Xᵀ are at most its square, which float16 holds. With 1 instead, the square of a single large entry among
+# 65,536 columns would be a subnormal number of float16.
 _LARGEST_ROW_NORM = 64.0
 _SHORT = (torch.bfloat16, torch.float16)
 _SQUARES = ("gram", "factor", "quadratic", "factor_next", "half_step")  # names of n × n buffers; see ``_apply_block``
@@ -63,7 +63,9 @@ class Scratch:
         norm_floor: the smallest norm by which a matrix is divided.
     """
 
-    def __init__(self, workspace: Workspace, batch: Tensor, dtype: torch.dtype, result: Tensor, norm_floor: float = 0.0) -> None:
+    def __init__(
+        self, workspace: Workspace, batch: Tensor, dtype: torch.dtype, result: Tensor, norm_floor: float = 0.0
+    ) -> None:
         self._workspace = workspace
         self.norm_floor = norm_floor
         self._dtype = dtype
@@ -108,7 +110,8 @@ class Scratch:
             def take(name: str, rows: int, cols: int) -> Tensor:
                 return self._workspace.take_matrices(name, (1, rows, cols), self._dtype, self._device)[0]
 
-            with torch.inference_mode(False):  # made in a step inside of it, they would be useless to the next one outside
+            # made in a step inside of it, they would be useless to the next one outside
+            with torch.inference_mode(False):
                 self._inverses = ShiftedInverses(self._n, take)
         return self._inverses
 
@@ -116,7 +119,8 @@ class Scratch:
         """Grows the workspace to all that ``iterate`` will take from it."""
         for name in _squares(steps, max(blocks) > 1):
             self.square(name)
-        if self._device.type != "cpu":  # a CUDA graph of a batch would go on writing where the sums were before they grew
+        # a CUDA graph of a batch would go on writing where the sums were before they grew
+        if self._device.type != "cpu":
             self.flat("sums", self._count * NORM_PARTS * 2, torch.float32)
         if self._device.type == "cpu" and any(isinstance(step, Rational) for step in steps):
             self.inverses()  # elsewhere torch's own routines are used, which allocate memory themselves
@@ -130,12 +134,13 @@ def iterate(
     products: Products,
     show_gram: Callable[[Tensor], None] | None = None,
 ) -> None:
-    """Runs ``steps``, cut into ``blocks``, on (count, rows, cols), from ``batch`` into the result that ``scratch`` was made for.
+    """Runs ``steps``, cut into ``blocks``, on (count, rows, cols), from ``batch`` into the result that ``scratch`` was
+    made for.
 
     ``show_gram`` is shown the Gram matrices of what is orthogonalised, (count, n, n), divided by their traces.
 
-    All decisions are made before, so that torch.compile can trace it. The result may be ``batch``; neither may overlap the rest
-    of the scratch.
+    All decisions are made before, so that torch.compile can trace it. The result may be ``batch``; neither may overlap
+    the rest of the scratch.
     """
     batch, result = _short_side_first(batch), scratch.result
     x, start = scratch.x, 0
@@ -153,8 +158,9 @@ def iterate(
             norm = None if normalised else _normalise(gram, scratch.scale, scratch.norm_floor)
             if show_gram is not None:
                 show_gram(gram)
-            # A quintic on its own adds a·X, so X itself is divided. In 16 bits it is divided, too: from the unrounded batch, if
-            # there is one, so that this adds no rounding. Elsewhere the block's n × n factor is divided: one pass over X less.
+            # A quintic on its own adds a·X, so X itself is divided. In 16 bits it is divided, too: from the unrounded
+            # batch, if there is one, so that this adds no rounding. Elsewhere the block's n × n factor is divided: one
+            # pass over X less.
             if norm is not None and (x.dtype in _SHORT or (length == 1 and not isinstance(block[0], Rational))):
                 if unrounded is None:
                     x.div_(norm)
@@ -172,7 +178,8 @@ def _short_side_first(batch: Tensor) -> Tensor:
 
 
 def _rescale(batch: Tensor, scratch: Scratch, unrounded: Tensor | None) -> None:
-    """Writes ``batch`` to scratch with entries of at most ``_LARGEST_ROW_NORM``/√m: no square under- or overflows in any dtype.
+    """Writes ``batch`` to scratch with entries of at most ``_LARGEST_ROW_NORM``/√m: no square under- or overflows in
+    any dtype.
 
     ``unrounded`` gets the same before it is rounded.
     """
@@ -193,13 +200,15 @@ def _rescale(batch: Tensor, scratch: Scratch, unrounded: Tensor | None) -> None:
 
 
 def _normalise(gram: Tensor, scale: Tensor, norm_floor: float) -> Tensor:
-    """Divides R = X·Xᵀ by the square of X's Frobenius norm, which is its trace. Returns the norm, written over ``scale``.
+    """Divides R = X·Xᵀ by the square of X's Frobenius norm, which is its trace. Returns the norm, written over
+    ``scale``.
 
     X was divided by ``scale``, and so is ``norm_floor``.
     """
     floor = (norm_floor / scale).square_() if norm_floor else None
     torch.sum(gram.diagonal(dim1=1, dim2=2), dim=1, dtype=scale.dtype, out=scale[:, 0, 0])
-    scale.clamp_(min=max(torch.finfo(gram.dtype).tiny, torch.finfo(scale.dtype).tiny))  # neither dtype may round it to zero
+    # neither dtype may round it to zero
+    scale.clamp_(min=max(torch.finfo(gram.dtype).tiny, torch.finfo(scale.dtype).tiny))
     if floor is not None:
         torch.maximum(scale, floor, out=scale)
     gram.div_(scale)
@@ -207,9 +216,17 @@ def _normalise(gram: Tensor, scale: Tensor, norm_floor: float) -> Tensor:
 
 
 def _apply_block(
-    x: Tensor, gram: Tensor, steps: Sequence[Step], norm: Tensor | None, target: Tensor, scratch: Scratch, products: Products
+    x: Tensor,
+    gram: Tensor,
+    steps: Sequence[Step],
+    norm: Tensor | None,
+    target: Tensor,
+    scratch: Scratch,
+    products: Products,
 ) -> Tensor:
-    """The steps applied to X, or to X/norm if there is a ``norm``; ``gram`` is the Gram matrix of what they are applied to."""
+    """The steps applied to X, or to X/norm if there is a ``norm``; ``gram`` is the Gram matrix of what they are
+    applied to.
+    """
     if len(steps) == 1 and not isinstance(steps[0], Rational):
         # a·X is added to the product instead of a·I to the quadratic: in 16 bits that saves a rounding of X.
         a, b, c = steps[0]
@@ -222,9 +239,10 @@ def _apply_block(
             half_step = products.symmetric(step_factor, gram, scratch.square("half_step"))
             gram = products.symmetric(half_step, step_factor, scratch.square("gram"))
             step_factor = _step_factor(step, gram, scratch.square("quadratic"), scratch, products)
-            # On paper all these matrices commute and the factor is symmetric. In floating point the new step's factor must go
-            # on the left, as it would act on X: rounding on the right of the factor is amplified by it, up to a thousand
-            # times. Mirroring one triangle would put half of it there, so that this one product is computed in full.
+            # On paper all these matrices commute and the factor is symmetric. In floating point the new step's factor
+            # must go on the left, as it would act on X: rounding on the right of the factor is amplified by it, up to a
+            # thousand times. Mirroring one triangle would put half of it there, so that this one product is computed in
+            # full.
             composed = products.general(step_factor, factor, spare)
             factor, spare = composed, factor
     return products.general(factor if norm is None else factor.div_(norm), x, target)

@@ -26,8 +26,8 @@ _SHORT = (torch.bfloat16, torch.float16)  # too few digits for inverses
 def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """float16 where matrix units make it fast, float32 on CPU and everywhere else; float64 stays float64.
 
-    float16 and not bfloat16: both run at the same speed, X is rescaled so that the range of float16 suffices, and its three more
-    digits leave a sixth of bfloat16's error.
+    float16 and not bfloat16: both run at the same speed, X is rescaled so that the range of float16 suffices, and its
+    three more digits leave a sixth of bfloat16's error.
     """
     if dtype == torch.float64:
         return dtype
@@ -39,9 +39,9 @@ def scheme_for(
 ) -> Scheme | Orthogonalizer:
     """The scheme that orthogonalises a rows × cols matrix on ``device`` with products in ``dtype``.
 
-    ``AUTO`` becomes the cheapest scheme whose worst error on [1e-3, 1], rounding included, is at most that of ``polar_express``;
-    on a GPU, where inverses may make the host wait, ``polar_express`` itself. A scheme with rational steps becomes
-    ``polar_express`` in 16 bits. Everything else stays as it is.
+    ``AUTO`` becomes the cheapest scheme whose worst error on [1e-3, 1], rounding included, is at most that of
+    ``polar_express``; on a GPU, where inverses may make the host wait, ``polar_express`` itself. A scheme with rational
+    steps becomes ``polar_express`` in 16 bits. Everything else stays as it is.
     """
     if not isinstance(scheme, Scheme):
         return scheme
@@ -54,9 +54,9 @@ def scheme_for(
     if not is_safe(scheme, dtype):
         smallest_pole = min(min(step.poles) for step in scheme.steps if isinstance(step, Rational))
         raise ConfigError(
-            f"scheme {scheme.name!r} ({scheme.source}) is not safe in {str(dtype).removeprefix('torch.')}: its smallest pole is "
-            f"{smallest_pole:.2g}, and rounding could make R + pole·I indefinite. Raise l (1e-3 is usual), or pass "
-            "compute_dtype=torch.float64."
+            f"scheme {scheme.name!r} ({scheme.source}) is not safe in {str(dtype).removeprefix('torch.')}: its "
+            f"smallest pole is {smallest_pole:.2g}, and rounding could make R + pole·I indefinite. Raise l (1e-3 is "
+            "usual), or pass compute_dtype=torch.float64."
         )
     return scheme
 
@@ -77,7 +77,8 @@ def _cheapest(rows: int, cols: int, dtype: torch.dtype) -> Scheme:
     bound = worst_error(default, dtype)
     candidates = [default, *(scheme for scheme in (hybrid(), zolotarev()) if worst_error(scheme, dtype) <= bound)]
     return min(
-        candidates, key=lambda scheme: orthogonalize_cost(rows, cols, scheme.steps, choose_blocks(rows, cols, scheme, dtype))
+        candidates,
+        key=lambda scheme: orthogonalize_cost(rows, cols, scheme.steps, choose_blocks(rows, cols, scheme, dtype)),
     )
 
 
@@ -94,8 +95,8 @@ def orthogonalize(
 ) -> Tensor:
     """Drives the singular values of each matrix towards 1, keeping its singular vectors.
 
-    Any scale of ``x`` gives the same result, from 1e-38 to 1e37 (float32); a zero matrix stays zero. Nothing is recorded for
-    automatic differentiation.
+    Any scale of ``x`` gives the same result, from 1e-38 to 1e37 (float32); a zero matrix stays zero. Nothing is
+    recorded for automatic differentiation.
 
     Args:
         x: one matrix (rows, cols) or a batch (batch, rows, cols); left unchanged unless it is also ``out``.
@@ -114,7 +115,9 @@ def orthogonalize(
     if not x.is_floating_point():
         raise ConfigError(f"orthogonalize takes floating point matrices, got {x.dtype}")
     if out is not None and out.shape != x.shape:
-        raise ConfigError(f"orthogonalize: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}; they must be equal")
+        raise ConfigError(
+            f"orthogonalize: out has shape {tuple(out.shape)}, x has {tuple(x.shape)}; they must be equal"
+        )
     out = torch.empty_like(x) if out is None else out
     if x.numel() == 0:
         return out
@@ -139,8 +142,9 @@ def orthogonalize(
 def call_scheme(scheme: Orthogonalizer, batch: Tensor, *, one_by_one: bool = False) -> Tensor:
     """What a callable scheme makes of a batch.
 
-    It is given the whole batch where its matrices follow each other at multiples of 64 bytes. Otherwise, or if ``one_by_one``, it
-    is given one aligned matrix after the other, since its products may round by address and by batch.
+    It is given the whole batch where its matrices follow each other at multiples of 64 bytes. Otherwise, or if
+    ``one_by_one``, it is given one aligned matrix after the other, since its products may round by address and by
+    batch.
     """
     if one_by_one or not (batch.is_contiguous() and is_aligned(batch)):
         matrix = aligned_matrices((1, *batch.shape[1:]), batch.dtype, batch.device)
@@ -156,10 +160,14 @@ def _checked(result: Any, batch: Tensor) -> Tensor:
     return result
 
 
-def reserve_scratch(x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace) -> None:
+def reserve_scratch(
+    x: Tensor, scheme: Scheme | Orthogonalizer, *, form: str, dtype: torch.dtype, workspace: Workspace
+) -> None:
     """Grows ``workspace`` to all that ``iterate`` will take for a batch like ``x``, so that it never moves later."""
     if isinstance(scheme, Scheme):
-        Scratch(workspace, x, dtype, x).reserve(scheme.steps, blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype))
+        Scratch(workspace, x, dtype, x).reserve(
+            scheme.steps, blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
+        )
 
 
 def blocks_for(rows: int, cols: int, scheme: Scheme, *, form: str, dtype: torch.dtype) -> tuple[int, ...]:
@@ -174,7 +182,12 @@ def blocks_for(rows: int, cols: int, scheme: Scheme, *, form: str, dtype: torch.
 
 
 def expected_flops(
-    rows: int, cols: int, scheme: Scheme | Orthogonalizer | None, form: str, dtype: torch.dtype, device: torch.device = HOST
+    rows: int,
+    cols: int,
+    scheme: Scheme | Orthogonalizer | None,
+    form: str,
+    dtype: torch.dtype,
+    device: torch.device = HOST,
 ) -> int:
     """FLOPs of orthogonalising one matrix; of a callable scheme nothing is known, it counts as five standard steps."""
     scheme = None if scheme is None else scheme_for(scheme, rows, cols, dtype, device)

@@ -1,13 +1,14 @@
-"""Rational steps, x ↦ x·(constant + Σ weight/(x² + pole)), and hybrid steps, which add a quintic. All are best on an interval.
+"""Rational steps, x ↦ x·(constant + Σ weight/(x² + pole)), and hybrid steps, which add a quintic. All are best on an
+interval.
 
 One rational step does the work of several quintics. On matrices it is X ← (constant·I + Σ weight·(R + pole·I)⁻¹)·X with
-R = X·Xᵀ: every pole costs one inverse of a symmetric positive definite matrix. A hybrid step adds linear·R + quadratic·R² to the
-factor. That costs one product, less than an inverse.
+R = X·Xᵀ: every pole costs one inverse of a symmetric positive definite matrix. A hybrid step adds linear·R +
+quadratic·R² to the factor. That costs one product, less than an inverse.
 
-* ``zolotarev_step``: the best approximation of 1 on [l, 1] with a given number of poles (Zolotarev, 1877). Its poles are values
-  of Jacobi's elliptic functions.
-* ``halley_step``: the best step with one pole that maps [l, 1] into [y, 1] (Nakatsukasa, Bai, Gygi, "Optimizing Halley's
-  iteration for computing the matrix polar decomposition", 2010). Further steps can follow it.
+* ``zolotarev_step``: the best approximation of 1 on [l, 1] with a given number of poles (Zolotarev, 1877). Its poles
+  are values of Jacobi's elliptic functions.
+* ``halley_step``: the best step with one pole that maps [l, 1] into [y, 1] (Nakatsukasa, Bai, Gygi, "Optimizing
+  Halley's iteration for computing the matrix polar decomposition", 2010). Further steps can follow it.
 * ``HYBRID_STEP``: the best sum of a quintic and two poles on [1e-3, 1].
 
 Everything is plain float64 arithmetic: every rank of a cluster must find the same bits.
@@ -45,12 +46,15 @@ class Rational(NamedTuple):
     def scaled(self, factor: float) -> Rational:
         """x ↦ factor · r(x)."""
         constant, poles, weights, linear, quadratic = self
-        return Rational(constant * factor, poles, tuple(w * factor for w in weights), linear * factor, quadratic * factor)
+        return Rational(
+            constant * factor, poles, tuple(w * factor for w in weights), linear * factor, quadratic * factor
+        )
 
 
-# The best sum of a quintic and two poles on [1e-3, 1], found by the Remez exchange in 30 digits. What is minimised is the largest
-# value of its error plus what rounding in float32 may add, about 0.02·(1e-3/x)²: 0.1253, reached at eight points with alternating
-# sign. The result is scaled by 0.9965, since rounding may also lift its maxima above 1 a little further.
+# The best sum of a quintic and two poles on [1e-3, 1], found by the Remez exchange in 30 digits. What is minimised is
+# the largest value of its error plus what rounding in float32 may add, about 0.02·(1e-3/x)²: 0.1253, reached at eight
+# points with alternating sign. The result is scaled by 0.9965, since rounding may also lift its maxima above 1 a little
+# further.
 HYBRID_STEP = Rational(
     constant=3.1704018547661341,
     poles=(3.5154490461642852e-6, 0.0011762572161433672),
@@ -71,7 +75,8 @@ def zolotarev_step(low: float, poles: int) -> Rational:
     points += [low * low / point for point in reversed(points)]
     odd, even = points[0 : count - 1 : 2], points[1 : count - 1 : 2]
     weights = tuple(
-        math.prod(zero - pole for zero in even) / math.prod(other - pole for other in odd if other != pole) for pole in odd
+        math.prod(zero - pole for zero in even) / math.prod(other - pole for other in odd if other != pole)
+        for pole in odd
     )
     step = Rational(1.0, tuple(odd), weights)
     return step.scaled(2 / (step(low) + step(1.0)))

@@ -1,17 +1,18 @@
 """Schemes: which odd functions are composed, step by step, to drive every singular value towards 1.
 
-A scheme is data: a name, the coefficients of each step, and where they come from. A step is a quintic, which costs products, or
-a rational function, which costs one inverse per pole and does the work of several quintics.
+A scheme is data: a name, the coefficients of each step, and where they come from. A step is a quintic, which costs
+products, or a rational function, which costs one inverse per pole and does the work of several quintics.
 
 * ``keller``: Keller Jordan's one triple, repeated (https://kellerjordan.github.io/posts/muon/). Steepest at zero, never
   settles: singular values end anywhere in about [0.68, 1.21].
-* ``polar_express``: each step is the minimax quintic on the interval that the step before leaves behind (Amsel, Persson,
-  Musco, Gower, "The Polar Express", arXiv:2505.16932). Computed here, by ``remez``, for any bound and number of steps.
+* ``polar_express``: each step is the minimax quintic on the interval that the step before leaves behind (Amsel,
+  Persson, Musco, Gower, "The Polar Express", arXiv:2505.16932). Computed here, by ``remez``, for any bound and number
+  of steps.
 * ``zolotarev``: one rational step, the best approximation of 1 on [l, 1] with a given number of poles.
 * ``halley``: one rational step with one pole, then minimax quintics.
 * ``hybrid``: one hybrid step, the best sum of a quintic and two poles on [1e-3, 1].
-* ``auto``: the cheapest of these for a matrix whose error is no larger than that of ``polar_express``. On a GPU, and with another
-  number of steps than 5, it is ``polar_express``.
+* ``auto``: the cheapest of these for a matrix whose error is no larger than that of ``polar_express``. On a GPU, and
+  with another number of steps than 5, it is ``polar_express``.
 * your own list of triples, or a callable that orthogonalises a batch.
 """
 
@@ -53,7 +54,9 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if not self.steps and self.name != "auto":
-            raise ConfigError(f"scheme {self.name!r} has no steps, so that nothing would be orthogonalised: give at least one.")
+            raise ConfigError(
+                f"scheme {self.name!r} has no steps, so that nothing would be orthogonalised: give at least one."
+            )
         for step in self.steps:
             if isinstance(step, Rational):
                 _check_rational(self.name, step)
@@ -86,13 +89,15 @@ def _check_rational(name: str, step: Rational) -> None:
     paired = bool(poles) and len(poles) == len(weights) and all(isinstance(value, (int, float)) for value in values)
     if not paired or not all(math.isfinite(value) for value in values) or min(poles) <= 0 or min(weights) < 0:
         raise ConfigError(
-            f"scheme {name!r} has the step {step!r}: it needs a constant, and as many poles as weights, at least one of each; "
-            "poles must be positive, weights at least 0, all of them finite."
+            f"scheme {name!r} has the step {step!r}: it needs a constant, and as many poles as weights, at least one "
+            "of each; poles must be positive, weights at least 0, all of them finite."
         )
 
 
 AUTO = Scheme("auto", (), "chosen for each matrix by dtype and cost")
-"""Stands for the cheapest scheme that is as exact as ``polar_express``; ``scheme_for`` says which one that is for a matrix."""
+"""Stands for the cheapest scheme that is as exact as ``polar_express``; ``scheme_for`` says which one that is for a
+matrix.
+"""
 
 SchemeName: TypeAlias = Literal["auto", "halley", "hybrid", "keller", "polar_express", "zolotarev"]
 SchemeLike: TypeAlias = SchemeName | Scheme | Sequence[Sequence[float]] | Orthogonalizer
@@ -119,7 +124,9 @@ def polar_express(l: float = 1e-3, steps: int = 5, safety: float = 0.01, cushion
     """
     _check_steps(steps)
     if not 0 < l < 1:
-        raise ConfigError(f"polar_express: l={l} is outside (0, 1). It is a bound on the smallest singular value; use 1e-3.")
+        raise ConfigError(
+            f"polar_express: l={l} is outside (0, 1). It is a bound on the smallest singular value; use 1e-3."
+        )
     if not 0 <= safety < 1 or not 0 <= cushion < 1:
         raise ConfigError(f"polar_express: safety={safety} and cushion={cushion} must be in [0, 1); use 0.01 and 0.02.")
     low, high = l, 1.0
@@ -141,8 +148,8 @@ def polar_express(l: float = 1e-3, steps: int = 5, safety: float = 0.01, cushion
 def zolotarev(l: float = 1e-3, poles: int = 3) -> Scheme:  # noqa: E741
     """One rational step: the best odd function with ``poles`` poles on [l, 1].
 
-    The worst distance from 1 on [1e-3, 1] is 0.202 with 2 poles, 0.062 with 3 and 0.019 with 4. Singular values below ``l`` end
-    below 1, the smaller the lower.
+    The worst distance from 1 on [1e-3, 1] is 0.202 with 2 poles, 0.062 with 3 and 0.019 with 4. Singular values below
+    ``l`` end below 1, the smaller the lower.
 
     Args:
         l: smallest singular value, relative to the Frobenius norm, that the scheme promises to bring near 1.
@@ -166,7 +173,9 @@ def halley(l: float = 1e-3, quintics: int = 2) -> Scheme:  # noqa: E741
     """
     _check_bound("halley", l)
     if not _is_count(quintics, 0, MAX_STEPS - 1):
-        raise ConfigError(f"halley: quintics={quintics!r} must be a whole number from 0 to {MAX_STEPS - 1}; 2 is usual.")
+        raise ConfigError(
+            f"halley: quintics={quintics!r} must be a whole number from 0 to {MAX_STEPS - 1}; 2 is usual."
+        )
     first = halley_step(l)
     steps: list[Step] = [first]
     low, high = first(l), 1.0
@@ -180,7 +189,8 @@ def halley(l: float = 1e-3, quintics: int = 2) -> Scheme:  # noqa: E741
 
 @lru_cache
 def hybrid() -> Scheme:
-    """One hybrid step, a quintic plus two poles: the fewest FLOPs of all schemes that are as exact as ``polar_express``.
+    """One hybrid step, a quintic plus two poles: the fewest FLOPs of all schemes that are as exact as
+    ``polar_express``.
 
     The worst distance from 1 on [1e-3, 1] is 0.128.
     """
@@ -190,7 +200,8 @@ def hybrid() -> Scheme:
 def _check_bound(name: str, l: float) -> None:  # noqa: E741
     if isinstance(l, bool) or not isinstance(l, (int, float)) or not _SMALLEST_BOUND <= l < 1:
         raise ConfigError(
-            f"{name}: l={l!r} is outside [{_SMALLEST_BOUND:g}, 1). It is a bound on the smallest singular value; use 1e-3."
+            f"{name}: l={l!r} is outside [{_SMALLEST_BOUND:g}, 1). It is a bound on the smallest singular value; use "
+            "1e-3."
         )
 
 
@@ -209,8 +220,8 @@ def resolve_scheme(scheme: SchemeLike | str, steps: int) -> Scheme | Orthogonali
 
     Args:
         scheme: a name, a Scheme, a list of (a, b, c) triples (one triple is repeated), or a callable.
-        steps: ``ns_steps``; an explicit list of several triples must have exactly this length. Schemes with rational steps
-            have a fixed number of steps.
+        steps: ``ns_steps``; an explicit list of several triples must have exactly this length. Schemes with rational
+            steps have a fixed number of steps.
     """
     _check_steps(steps)  # here and not only where coefficients are made: a cache takes 5.0 and True for 5 and 1
     if isinstance(scheme, str):
@@ -230,14 +241,18 @@ def resolve_scheme(scheme: SchemeLike | str, steps: int) -> Scheme | Orthogonali
 
 
 def _from_rows(rows: Any, steps: int) -> Scheme:
-    """A scheme from plain numbers, as checkpoints store them: triples, and the fields of ``Rational`` for rational steps."""
+    """A scheme from plain numbers, as checkpoints store them: triples, and the fields of ``Rational`` for rational
+    steps.
+    """
     try:
         listed = list(rows)
         if len(listed) == 3 and all(isinstance(value, (int, float)) for value in listed):
             listed = [listed]  # one bare triple, as torch.optim.Muon's ns_coefficients
         parsed = tuple(_parsed_step(row) for row in listed)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"scheme={shown(rows)}: every step is a triple (a, b, c) of numbers, for a·x + b·x³ + c·x⁵.") from None
+        raise ConfigError(
+            f"scheme={shown(rows)}: every step is a triple (a, b, c) of numbers, for a·x + b·x³ + c·x⁵."
+        ) from None
     if any(isinstance(step, Rational) for step in parsed):
         return Scheme("custom", parsed, "given by the user")
     if len(parsed) == 1:
@@ -250,7 +265,9 @@ def _parsed_step(row: Any) -> Step:
     first, second, third, *rest = row
     if isinstance(second, (list, tuple)):
         linear, quadratic = rest or (0.0, 0.0)
-        return Rational(float(first), tuple(map(float, second)), tuple(map(float, third)), float(linear), float(quadratic))
+        return Rational(
+            float(first), tuple(map(float, second)), tuple(map(float, third)), float(linear), float(quadratic)
+        )
     a, b, c = row
     return Quintic(float(a), float(b), float(c))
 

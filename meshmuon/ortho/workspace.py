@@ -1,9 +1,9 @@
 """Scratch memory that is allocated once, in which every matrix begins at a multiple of 64 bytes.
 
-BLAS libraries may round a product by the alignment of its operands: MKL does on AMD, and cuBLAS chooses its kernels by it. In a
-dense batch of 9 × 9 float32 matrices (324 bytes each) every matrix lies differently, so that its bits would depend on its place
-in the batch, and thereby on the layout. Here the matrices of a batch are as far apart as they need to be: 9 × 9 float32 matrices
-begin every 384 bytes. Whatever enters a product comes from this module.
+BLAS libraries may round a product by the alignment of its operands: MKL does on AMD, and cuBLAS chooses its kernels by
+it. In a dense batch of 9 × 9 float32 matrices (324 bytes each) every matrix lies differently, so that its bits would
+depend on its place in the batch, and thereby on the layout. Here the matrices of a batch are as far apart as they need
+to be: 9 × 9 float32 matrices begin every 384 bytes. Whatever enters a product comes from this module.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def is_dense(batch: Tensor) -> bool:
 class Workspace:
     """Named flat buffers, grown to the largest request and never given back.
 
-    Two requests under one name share memory: the second overwrites the first. Buffers of different names never overlap. Every
-    buffer begins at a multiple of 64 bytes. ``allocate`` makes a flat tensor of a size and dtype on a device.
+    Two requests under one name share memory: the second overwrites the first. Buffers of different names never overlap.
+    Every buffer begins at a multiple of 64 bytes. ``allocate`` makes a flat tensor of a size and dtype on a device.
     """
 
     def __init__(self, allocate: Callable[[int, torch.dtype, torch.device], Tensor] = aligned_empty) -> None:

@@ -1,1 +1,3 @@
-"""Parameters and their options: the table of options, param groups, learning-rate factors, update rules, DTensors as data."""
+"""Parameters and their options: the table of options, param groups, learning-rate factors, update rules, DTensors
+as data.
+"""

@@ -87,11 +87,16 @@ def _value_of(option: Option, arguments: Mapping[str, Any]) -> Any:
         if option.check is not None:  # also of param groups: no group may use it yet
             option.check(arguments, option.name, "Muon")
         return arguments[option.name]
-    # In the signature one of the names has the option's default, an older name if there is one, and the others have None.
+    # In the signature one of the names has the option's default, an older name if there is one, and the others have
+    # None.
     defaults = dict.fromkeys((option.name, *option.aliases))
     defaults[option.aliases[0] if option.scope is Scope.OPTIMIZER else option.name] = option.default
     given = {name: arguments[name] for name in defaults}
-    given = {name: value for name, value in given.items() if type(value) is not type(defaults[name]) or value != defaults[name]}
+    given = {
+        name: value
+        for name, value in given.items()
+        if type(value) is not type(defaults[name]) or value != defaults[name]
+    }
     return _one_value(option, given) if given else option.default
 
 

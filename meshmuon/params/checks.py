@@ -1,7 +1,7 @@
 """Checks of single options. A string, a NaN or a number beyond the range of float32 must never reach a step.
 
-The checks are strict about types. A flag is True or False, and nothing that merely counts as true. A number is a real number or a
-floating point tensor of one element, never a flag.
+The checks are strict about types. A flag is True or False, and nothing that merely counts as true. A number is a real
+number or a floating point tensor of one element, never a flag.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ STORED_DTYPES = (*FLOAT_DTYPES, torch.int8)
 """What momentum and pieces may be as well, with scales."""
 
 Check: TypeAlias = Callable[[Mapping[str, Any], str, str], None]
-"""Called as ``check(options, name, where)``; raises ConfigError, which names ``where``, if ``options[name]`` cannot be used."""
+"""Called as ``check(options, name, where)``; raises ConfigError, which names ``where``, if ``options[name]`` cannot
+be used.
+"""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -40,21 +42,23 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def refuse_uninitialised(name: str, param: Tensor) -> None:
     if is_lazy(param):
         raise ConfigError(
-            f"{name} is not initialised yet: it belongs to a lazy module, such as nn.LazyLinear, whose weights get shapes in "
-            "the first forward pass. Run the model once on an example, then build the optimizer."
+            f"{name} is not initialised yet: it belongs to a lazy module, such as nn.LazyLinear, whose weights get "
+            "shapes in the first forward pass. Run the model once on an example, then build the optimizer."
         )
 
 
 def number(value: Any, what: str, where: str) -> float:
-    """The value as a float. Refuses anything that is not a number, and tensors that the host cannot read without waiting."""
+    """The value as a float. Refuses anything that is not a number, and tensors that the host cannot read without
+    waiting.
+    """
     if type(value) is float:
         return value
     if isinstance(value, Tensor):
         _check_one_element(value, what, where)
         if not known_to_host(value):
             raise ConfigError(
-                f"{where}: {what} is a tensor on {value.device}, and every step would wait for the device to read it. Write "
-                f"{what}=float(...); only lr may be a tensor on a device."
+                f"{where}: {what} is a tensor on {value.device}, and every step would wait for the device to read it. "
+                f"Write {what}=float(...); only lr may be a tensor on a device."
             )
         return float(value)
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -68,7 +72,8 @@ def number(value: Any, what: str, where: str) -> float:
 def _check_one_element(value: Tensor, what: str, where: str) -> None:
     if value.numel() != 1 or not value.is_floating_point():
         raise ConfigError(
-            f"{where}: {what} is a tensor of {value.numel()} elements of {value.dtype}; it must have one, of floating point."
+            f"{where}: {what} is a tensor of {value.numel()} elements of {value.dtype}; it must have one, of floating "
+            "point."
         )
 
 
@@ -85,8 +90,8 @@ def check_replica_group(group: Any, what: str = "replica_group") -> None:
     meshes = sys.modules.get("torch.distributed.device_mesh")  # if it was never imported, there is no mesh
     if meshes is None or not isinstance(group, meshes.DeviceMesh):
         raise ConfigError(
-            f"{what}={shown(group)} must be a process group that this rank is in, such as torch.distributed.group.WORLD, a "
-            "DeviceMesh, or None."
+            f"{what}={shown(group)} must be a process group that this rank is in, such as "
+            "torch.distributed.group.WORLD, a DeviceMesh, or None."
         )
 
 
@@ -99,7 +104,9 @@ def momentum_is_cycled(options: Mapping[str, Any]) -> bool:
 
 
 def adamw_betas(options: Mapping[str, Any]) -> tuple[float, float]:
-    """The betas of a param group; torch's own key ``betas`` comes first, and a cycled momentum takes the place of beta1."""
+    """The betas of a param group; torch's own key ``betas`` comes first, and a cycled momentum takes the place of
+    beta1.
+    """
     betas = options.get("betas", options["adamw_betas"])
     if not isinstance(betas, Sequence) or isinstance(betas, (str, bytes)) or len(betas) != 2:
         raise ConfigError(f"adamw_betas={shown(betas)} must be a pair of numbers, such as (0.9, 0.95).")
@@ -144,7 +151,9 @@ def one_of(choices: Sequence[str | None]) -> Check:
     return check
 
 
-def whole_number(low: float = -math.inf, high: float = math.inf, why_high: str = "", *, optional: bool = False) -> Check:
+def whole_number(
+    low: float = -math.inf, high: float = math.inf, why_high: str = "", *, optional: bool = False
+) -> Check:
     """An int in [low, high], or None if it is ``optional``; not even 1.0 counts as an int."""
 
     def check(options: Mapping[str, Any], name: str, where: str) -> None:
@@ -211,4 +220,6 @@ def check_backend(options: Mapping[str, Any], name: str, where: str) -> None:
         return
     known = torch.compiler.list_backends(exclude_tags=()) if isinstance(backend, str) else []
     if backend not in known:
-        raise ConfigError(f"{name}={shown(backend)} must be True, False or the name of a backend of torch.compile: {known}.")
+        raise ConfigError(
+            f"{name}={shown(backend)} must be True, False or the name of a backend of torch.compile: {known}."
+        )

@@ -1,4 +1,6 @@
-"""DTensors as the pure rooms see them: meshes and placements as plain data, and refusals of layouts that cannot be stepped."""
+"""DTensors as the pure rooms see them: meshes and placements as plain data, and refusals of layouts that cannot be
+stepped.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ ReplicaGroup: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 def with_local(like: Tensor, local: Tensor) -> Tensor:
     """A DTensor with the mesh and placements of ``like`` and with ``local`` as this rank's part.
 
-    If ``like`` is a plain tensor, it is ``local`` itself. ``DTensor.from_local`` would copy a part that is in host memory to the
-    devices of the mesh.
+    If ``like`` is a plain tensor, it is ``local`` itself. ``DTensor.from_local`` would copy a part that is in host
+    memory to the devices of the mesh.
     """
     sharded = as_dtensor(like)
     return local if sharded is None else dtensor_like(sharded, local)
@@ -64,24 +66,28 @@ def check_placement(name: str, param: Tensor) -> None:
 
 
 def check_cuts(name: str, param: Tensor) -> None:
-    """Refuses a DTensor whose dims are cut in another order than that of the mesh axes. All ranks come to the same result."""
+    """Refuses a DTensor whose dims are cut in another order than that of the mesh axes. All ranks come to the same
+    result.
+    """
     sharded = as_dtensor(param)
     if sharded is not None and not cut_in_mesh_order(sharded):
         raise UnsupportedError(
-            f"{name} has placements {sharded.placements} that are applied in another order than that of the mesh's axes "
-            f"({spec_of(sharded)}). Lay it out in the usual order: distribute_tensor(p.full_tensor(), p.device_mesh, "
-            "p.placements)."
+            f"{name} has placements {sharded.placements} that are applied in another order than that of the mesh's "
+            f"axes ({spec_of(sharded)}). Lay it out in the usual order: distribute_tensor(p.full_tensor(), "
+            "p.device_mesh, p.placements)."
         )
 
 
 def check_memory(name: str, param: Tensor) -> None:
-    """Refuses a parameter that trains and of which this rank holds several elements at one address: they cannot be stepped."""
+    """Refuses a parameter that trains and of which this rank holds several elements at one address: they cannot be
+    stepped.
+    """
     local = local_part(param)
     if param.requires_grad and shares_addresses(local):
         raise ConfigError(
-            f"{name} has shape {tuple(local.shape)} and strides {local.stride()}: several of its elements share one address, "
-            "as after expand(), and a step would write all of them there. Make it a parameter with separate memory: "
-            "nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))."
+            f"{name} has shape {tuple(local.shape)} and strides {local.stride()}: several of its elements share one "
+            "address, as after expand(), and a step would write all of them there. Make it a parameter with separate "
+            "memory: nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))."
         )
 
 
@@ -89,7 +95,9 @@ def shares_addresses(local: Tensor) -> bool:
     """Whether several elements of a plain tensor are at one address, as after ``expand``."""
     reach = 0
     # In a tensor without overlaps, each dim strides over all that the dims with smaller strides reach.
-    for stride, size in sorted((stride, size) for size, stride in zip(local.shape, local.stride(), strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(local.shape, local.stride(), strict=True) if size > 1
+    ):
         if stride <= reach:
             return local.numel() > 0
         reach += stride * (size - 1)
@@ -97,7 +105,9 @@ def shares_addresses(local: Tensor) -> bool:
 
 
 def same_placement(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors of one shape are cut in the same way: both plain, or both on one mesh with the same placements."""
+    """Whether two tensors of one shape are cut in the same way: both plain, or both on one mesh with the same
+    placements.
+    """
     first_sharded, second_sharded = as_dtensor(first), as_dtensor(second)
     if first_sharded is None or second_sharded is None:
         return first_sharded is second_sharded
@@ -105,7 +115,8 @@ def same_placement(first: Tensor, second: Tensor) -> bool:
 
 
 def shard_place(tensor: Tensor) -> dict[int, int]:
-    """Which shard a tensor is: its coordinate on each axis of the mesh that cuts it; empty for a plain or replicated tensor.
+    """Which shard a tensor is: its coordinate on each axis of the mesh that cuts it; empty for a plain or replicated
+    tensor.
 
     A DTensor that was read from a file of another rank has that rank's coordinates.
     """
@@ -121,20 +132,23 @@ def check_gradient_placement(name: str, param: Tensor, grad: Tensor) -> None:
     sharded, gradient = as_dtensor(param), as_dtensor(grad)
     if same_placement(param, grad):
         shard, grad_shard = local_part(param), local_part(grad)
-        if shard.shape != grad_shard.shape and shard.numel() + grad_shard.numel():  # wrappers give empty shards other shapes
+        # wrappers give empty shards other shapes
+        if shard.shape != grad_shard.shape and shard.numel() + grad_shard.numel():
             raise GradientError(
-                f"{name}: this rank holds {tuple(shard.shape)}, of the gradient {tuple(grad_shard.shape)}, although both have "
-                "the same placements: cut the gradient like the parameter."
+                f"{name}: this rank holds {tuple(shard.shape)}, of the gradient {tuple(grad_shard.shape)}, although "
+                "both have the same placements: cut the gradient like the parameter."
             )
         return
     if sharded is None or gradient is None:
         kinds = ("DTensor", "plain tensor") if gradient is None else ("plain tensor", "DTensor")
-        raise GradientError(f"{name} is a {kinds[0]}, its gradient is a {kinds[1]}: make the gradient like the parameter.")
+        raise GradientError(
+            f"{name} is a {kinds[0]}, its gradient is a {kinds[1]}: make the gradient like the parameter."
+        )
     unreduced = any(placement.is_partial() for placement in gradient.placements)
     what = "is not reduced yet" if unreduced else "is laid out differently"
     raise GradientError(
-        f"{name} has placements {sharded.placements}, its gradient {gradient.placements}: the gradient {what}. Before step(), "
-        "call p.grad = p.grad.redistribute(p.device_mesh, p.placements)."
+        f"{name} has placements {sharded.placements}, its gradient {gradient.placements}: the gradient {what}. Before "
+        "step(), call p.grad = p.grad.redistribute(p.device_mesh, p.placements)."
     )
 
 
@@ -183,7 +197,9 @@ def connected_ranks(rank: int, sets: Iterable[Sequence[int]]) -> tuple[int, ...]
 
 
 def _check_order(name: str, mesh: Mesh) -> None:
-    """Refuses a mesh whose ranks do not ascend: torch's process groups sort ranks, which would contradict the placements."""
+    """Refuses a mesh whose ranks do not ascend: torch's process groups sort ranks, which would contradict the
+    placements.
+    """
     axis = _axis_out_of_order(mesh)
     if axis is not None:
         raise UnsupportedError(
@@ -219,14 +235,18 @@ def groups_of(mesh_or_group: DeviceMesh | Mesh | dist.ProcessGroup | None) -> li
 
 
 def replica_ranks(mesh_or_group: DeviceMesh | dist.ProcessGroup | None) -> list[tuple[int, ...]]:
-    """The sets of ranks over which plain tensors are replicated: those of the process group, or of a mesh and its siblings."""
+    """The sets of ranks over which plain tensors are replicated: those of the process group, or of a mesh and its
+    siblings.
+    """
     if mesh_or_group is None or isinstance(mesh_or_group, dist.ProcessGroup):
         return [] if mesh_or_group is None else [tuple(dist.get_process_group_ranks(mesh_or_group))]
     return [mesh.ranks for mesh in siblings(mesh_or_group)]
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """The dims of a tensor in the order of memory, outermost first. For a DTensor it is the order of the whole tensor."""
+    """The dims of a tensor in the order of memory, outermost first. For a DTensor it is the order of the whole
+    tensor.
+    """
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
 
@@ -242,11 +262,17 @@ def held_ranges(param: Tensor) -> tuple[Ranges, ...]:
 def own_layout(param: Tensor) -> tuple[Layout | None, int]:
     """The layout of a parameter, None for a plain tensor, and the rank of which ``held_ranges`` of it are asked."""
     sharded = as_dtensor(param)
-    return (None, 0) if sharded is None else (_own_layout(sharded, tuple(param.shape), sharded.placements), dist.get_rank())
+    return (
+        (None, 0)
+        if sharded is None
+        else (_own_layout(sharded, tuple(param.shape), sharded.placements), dist.get_rank())
+    )
 
 
 def _own_layout(param: DTensor, shape: tuple[int, ...], placements: Sequence[Any]) -> Layout:
-    """The layout of a tensor of ``shape`` with these placements, on that slice of the mesh of ``param`` which this rank is in."""
+    """The layout of a tensor of ``shape`` with these placements, on that slice of the mesh of ``param`` which this
+    rank is in.
+    """
     rank, meshes = dist.get_rank(), siblings(param.device_mesh)
     mesh = next((mesh for mesh in meshes if rank in mesh.ranks), meshes[0])
     return Layout(shape, mesh, known_placements("", placements, len(shape)))
@@ -271,7 +297,8 @@ def trailing_elements(param: DTensor, count: int) -> int:
 
 def known_placements(name: str, placements: Sequence[Any], dims: int) -> tuple[Placement, ...]:
     """torch's placements as ours. Every type is handled explicitly: an unknown one must never count as replicated."""
-    if all(isinstance(placement, (Replicated, Sharded)) for placement in placements):  # of a parameter that is simulated
+    # of a parameter that is simulated
+    if all(isinstance(placement, (Replicated, Sharded)) for placement in placements):
         return tuple(placements)
     from torch.distributed.tensor import Partial, Replicate, Shard
 

@@ -19,7 +19,9 @@ def refuse_flattened(name: str, param: Tensor) -> None:
         wrapper = "DeepSpeed ZeRO-3"
     elif getattr(param, "_is_flat_param", False):
         wrapper = "FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel)"
-    elif type(param).__name__ == "FlatParameter" or (param.dim() == 1 and re.fullmatch(r"_?flat_param|flat_param_.*", last)):
+    elif type(param).__name__ == "FlatParameter" or (
+        param.dim() == 1 and re.fullmatch(r"_?flat_param|flat_param_.*", last)
+    ):
         wrapper = "a wrapper of FSDP1's kind (torch's or fairscale's)"
     if wrapper:
         raise _refusal(f"{name} has shape {tuple(param.shape)}", wrapper)
@@ -34,7 +36,12 @@ def refuse_flattened_model(model: nn.Module) -> None:
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel) and not _keeps_shapes(module, fsdp):
             raise _refusal(path or "the model", "FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel)")
         weight = getattr(module, "weight", None)
-        if isinstance(module, _WEIGHTED) and isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() < 2:
+        if (
+            isinstance(module, _WEIGHTED)
+            and isinstance(weight, nn.Parameter)
+            and weight.requires_grad
+            and weight.dim() < 2
+        ):
             what = f"{path}.weight of a {type(module).__name__} has shape {tuple(weight.shape)}"
             raise _refusal(what, "a wrapper such as FSDP1, DeepSpeed ZeRO or fairscale")
 
@@ -48,7 +55,7 @@ def _keeps_shapes(module: nn.Module, fsdp: object) -> bool:
 
 def _refusal(what: str, wrapper: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{what}: {wrapper} has flattened the weights, so that there are no matrices to orthogonalise, and AdamW would train "
-        "everything instead of Muon. Shard the unwrapped model with FSDP2, torch.distributed.fsdp.fully_shard, which keeps every "
-        "matrix, and build the optimizer after that."
+        f"{what}: {wrapper} has flattened the weights, so that there are no matrices to orthogonalise, and AdamW "
+        "would train everything instead of Muon. Shard the unwrapped model with FSDP2, "
+        "torch.distributed.fsdp.fully_shard, which keeps every matrix, and build the optimizer after that."
     )

@@ -1,7 +1,9 @@
-"""The arguments of the constructor and param groups: what users may write, and the one form that the optimizer works with.
+"""The arguments of the constructor and param groups: what users may write, and the one form that the optimizer works
+with.
 
-Every hyperparameter lives in its param group and is read at every step. After ``normalise_group`` a group has ``params`` (a list
-of tensors), ``param_names`` (as many names) and ``use_muon``. Keys that meshmuon does not know are kept.
+Every hyperparameter lives in its param group and is read at every step. After ``normalise_group`` a group has
+``params`` (a list of tensors), ``param_names`` (as many names) and ``use_muon``. Keys that meshmuon does not know are
+kept.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _RIGHT_CALL = (
     'Muon([{"params": matrices, "names": their_names, "use_muon": True}, {"params": others, "use_muon": False}], lr=...).'
 )
 _CALL_OF_TRAINERS = (
-    "If a trainer makes this call, let it call a factory, which sees the names of the parameters: for Transformers' Trainer, "
+    "If a trainer makes this call, let it call a factory, which sees the names of the parameters: for Transformers' "
+    "Trainer, "
     'optimizer_cls_and_kwargs=(muon, {"lr": ...}) with muon from meshmuon.integrations.hf; elsewhere, muon_for(model, lr=...) '
     "of meshmuon.integrations.factory."
 )
@@ -53,14 +56,17 @@ def normalise_params(params: object) -> list[dict[str, Any]]:
     for group in groups:
         if not isinstance(group, dict):
             raise ConfigError(
-                f"params must be a list of groups, got an iterable of {type(group).__name__}, such as model.parameters(), which "
-                f"has no names. Muon must be told which parameters are matrices. {_RIGHT_CALL} {_CALL_OF_TRAINERS}"
+                f"params must be a list of groups, got an iterable of {type(group).__name__}, such as "
+                "model.parameters(), which has no names. Muon must be told which parameters are matrices. "
+                f"{_RIGHT_CALL} {_CALL_OF_TRAINERS}"
             )
     return groups
 
 
 def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A copy of a user's param group in the form that the optimizer works with; ``others`` are the parameters of other groups."""
+    """A copy of a user's param group in the form that the optimizer works with; ``others`` are the parameters of
+    other groups.
+    """
     if not isinstance(group, Mapping):
         raise ConfigError(f"group {index} is a {type(group).__name__}; it must be a dict. {_RIGHT_CALL}")
     group = dict(group)
@@ -91,13 +97,15 @@ def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, T
         # State and metrics are told apart by names. Torch refuses one parameter in two groups.
         if seen.setdefault(name, param) is not param:
             raise ConfigError(
-                f"group {index}: another parameter is called {name} as well, and all names of an optimizer must differ. For "
-                "several models in one optimizer, write "
+                f"group {index}: another parameter is called {name} as well, and all names of an optimizer must "
+                "differ. For several models in one optimizer, write "
                 'get_default_muon_param_groups(nn.ModuleDict({"first": first, "second": second})); in groups of your own, begin '
                 f'the names with the part of the model that they are from, such as "first.{name}".'
             )
     if len(set(params)) != len(params):
-        raise ConfigError(f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once.")
+        raise ConfigError(
+            f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once."
+        )
     group["params"], group["param_names"] = params, names
     return group
 
@@ -105,8 +113,8 @@ def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, T
 def keep_options(group: dict[str, Any]) -> None:
     """Turns the options of a checked group into the form in which groups keep them.
 
-    The checks must come first: a ``Scheme`` of one step is refused unless ``ns_steps`` is 1, but its numbers alone would be
-    repeated.
+    The checks must come first: a ``Scheme`` of one step is refused unless ``ns_steps`` is 1, but its numbers alone
+    would be repeated.
     """
     for option in group_options(group["use_muon"]):
         if option.name in group:
@@ -129,10 +137,13 @@ def _listed_params(group: Mapping[str, Any], index: int) -> list[Any]:
 
 
 def _listed_names(group: dict[str, Any], index: int, size: int) -> list[Any]:
-    """Removes the names from a user's group: its ``names``, or torch's key ``param_names``; placeholders if it has neither."""
+    """Removes the names from a user's group: its ``names``, or torch's key ``param_names``; placeholders if it has
+    neither.
+    """
     names = group.pop("names", None)
     names = group.pop("param_names", None) if names is None else names
-    if names is None or (isinstance(names, list) and names and are_placeholders(names)):  # also of a group of another optimizer
+    # also of a group of another optimizer
+    if names is None or (isinstance(names, list) and names and are_placeholders(names)):
         return [f"group{index}.param{k}" for k in range(size)]
     if not isinstance(names, Iterable) or isinstance(names, (str, bytes, Mapping, Tensor)):
         raise ConfigError(f"group {index}: names={shown(names)} must be a list of names, one for each parameter.")
@@ -186,7 +197,8 @@ def check_options(group: ParamGroup, index: int) -> None:
         cautious = group["use_muon"] and group["cautious_weight_decay"]
         if cautious and any(isinstance(rule, Hyperball) for rule in resolve_rules(group["rule"])):
             raise ConfigError(
-                f"{where}: Hyperball keeps the norm of a weight and takes no weight decay: leave out cautious_weight_decay=True."
+                f"{where}: Hyperball keeps the norm of a weight and takes no weight decay: leave out "
+                "cautious_weight_decay=True."
             )
     except KeyError as error:
         raise ConfigError(f"{where} has lost its option {error}: set it again instead of deleting it.") from None
@@ -216,13 +228,21 @@ def check_overflow(group: ParamGroup, where: str, shape: tuple[int, int] | None,
     how = "divided by 1 - beta1, as in AdamW's first step,"
     if shape is not None:
         how = f"times adjust_lr_fn's {factor:g} for a {shape[0]}×{shape[1]} matrix"
-    values = {f"lr={lr:g} {how}": rate, f"lr={lr:g} times weight_decay={float(group['weight_decay']):g}": decay, "adamw_eps": eps}
+    values = {
+        f"lr={lr:g} {how}": rate,
+        f"lr={lr:g} times weight_decay={float(group['weight_decay']):g}": decay,
+        "adamw_eps": eps,
+    }
     what = max(values, key=values.__getitem__)
-    raise ConfigError(f"{where}: {what} is {values[what]:g}; the largest number that a step can work with is {largest:g}.")
+    raise ConfigError(
+        f"{where}: {what} is {values[what]:g}; the largest number that a step can work with is {largest:g}."
+    )
 
 
 def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rules: Sequence[UpdateRule]) -> None:
-    """Refuses a rule that keeps state where it has no place: matrices of one weight that share what there is a number for."""
+    """Refuses a rule that keeps state where it has no place: matrices of one weight that share what there is a
+    number for.
+    """
     for rule in (rule for rule in rules if rule.remembers()):
         per_input = [per_input for part in matrix_sets for per_input in rule_memories([rule], part.lr_shape).values()]
         dims = [int(part.flipped != along) for part, along in zip(matrix_sets, per_input, strict=True)]
@@ -233,22 +253,28 @@ def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rules: Sequen
         blocks = len({part.window and part.window[0] for part in matrix_sets})
         if any(per_input):
             raise ConfigError(
-                f"{what} keeps one number per column, for which the {len(matrix_sets)} parts of this weight have no place: give "
+                f"{what} keeps one number per column, for which the {len(matrix_sets)} parts of this weight have no "
+                "place: give "
                 'it a group whose rule has axis="rows", or make each part a parameter of its own.'
             )
         raise ConfigError(
-            f"{what} keeps one number per output, for which {blocks} experts that are stored one below the other as (in, out) "
+            f"{what} keeps one number per output, for which {blocks} experts that are stored one below the other as "
+            "(in, out) "
             f'have no place. Write matrices={{"{name}": {{"experts": {blocks}}}}} in the group, which takes their rows for '
             "outputs, or another rule."
         )
 
 
 def nonzero_matrices(param: Tensor, matrix_sets: Sequence[MatrixSet]) -> dict[int, bool]:
-    """Of each matrix that this rank has elements of, by its number in the parameter: whether any of these is not zero."""
+    """Of each matrix that this rank has elements of, by its number in the parameter: whether any of these is not
+    zero.
+    """
     weight, first = local_part(param), matrix_sets[0].stack_dims
     if not weight.numel():
         return {}
-    held = [torch.cat([torch.arange(*held_range, device="cpu") for held_range in ranges]) for ranges in held_ranges(param)]
+    held = [
+        torch.cat([torch.arange(*held_range, device="cpu") for held_range in ranges]) for ranges in held_ranges(param)
+    ]
     numbers, found = torch.zeros((), dtype=torch.int64, device="cpu"), dict[int, bool]()
     for size, indices in zip(param.shape[:first], held, strict=False):
         numbers = numbers.unsqueeze(-1) * size + indices
@@ -273,29 +299,38 @@ def keeps_norm(rules: Sequence[UpdateRule]) -> bool:
 def zeros_refused(name: str) -> ConfigError:
     """The error for a matrix of zeros whose norm is to be kept."""
     return ConfigError(
-        f"{name}: Hyperball keeps the norm of a weight, and here is a matrix of zeros, which would stay zero. Initialise it with "
-        "other values, give it a group with another rule, or say which norm it shall have: rule=Hyperball(rms=0.02)."
+        f"{name}: Hyperball keeps the norm of a weight, and here is a matrix of zeros, which would stay zero. "
+        "Initialise it with other values, give it a group with another rule, or say which norm it shall have: "
+        "rule=Hyperball(rms=0.02)."
     )
 
 
 def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
     if param.layout != torch.strided or param.is_nested or param.is_quantized:
         kind = "nested" if param.is_nested else "quantised" if param.is_quantized else f"sparse ({param.layout})"
-        raise ConfigError(f"{name} is a {kind} tensor; the optimizer needs plain dense ones. Leave it out, or convert it.")
+        raise ConfigError(
+            f"{name} is a {kind} tensor; the optimizer needs plain dense ones. Leave it out, or convert it."
+        )
     check_placement(name, param)
     check_memory(name, param)
     check_rounding(name, param, group["rounding"])
     if param.is_complex():
-        raise ConfigError(f"{name} is complex ({param.dtype}). Optimize its real view instead: torch.view_as_real(param).")
+        raise ConfigError(
+            f"{name} is complex ({param.dtype}). Optimize its real view instead: torch.view_as_real(param)."
+        )
     if group["use_muon"]:
         refuse_flattened(name, param)
         if param.dtype not in FLOAT_DTYPES:
-            raise ConfigError(f"{name} has dtype {param.dtype}; Muon needs floating point parameters of 16, 32 or 64 bits.")
+            raise ConfigError(
+                f"{name} has dtype {param.dtype}; Muon needs floating point parameters of 16, 32 or 64 bits."
+            )
         matrix_sets = find_matrices(name, param.shape, matrix_options_of(group))
         check_rule_memory(name, matrix_sets, resolve_rules(group["rule"]))
         for matrix_set in matrix_sets:
             check_overflow(group, name, matrix_set.lr_shape, largest_number(param.dtype))
         return
     if param.requires_grad and param.dtype not in FLOAT_DTYPES:
-        raise ConfigError(f"{name} has dtype {param.dtype}; AdamW needs floating point parameters of 16, 32 or 64 bits.")
+        raise ConfigError(
+            f"{name} has dtype {param.dtype}; AdamW needs floating point parameters of 16, 32 or 64 bits."
+        )
     check_overflow(group, name, None, largest_number(param.dtype))

@@ -30,7 +30,9 @@ _RULES: dict[LRRule, Callable[[int, int], float]] = {
 
 def check_adjust_lr(rule: AdjustLR) -> None:
     if not callable(rule) and (not isinstance(rule, str) or rule not in _RULES):
-        raise ConfigError(f"adjust_lr_fn={shown(rule)} is unknown. Write one of {sorted(_RULES)} or a function of (rows, cols).")
+        raise ConfigError(
+            f"adjust_lr_fn={shown(rule)} is unknown. Write one of {sorted(_RULES)} or a function of (rows, cols)."
+        )
 
 
 def lr_factor(rule: AdjustLR, rows: int, cols: int) -> float:

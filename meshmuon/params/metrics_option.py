@@ -17,10 +17,10 @@ class Metrics:
 
     Attributes:
         every: interval of measured steps; 1 measures each.
-        iterations: steps of the Lanczos iteration from which the singular values of the momentum are estimated. Each reads the
-            Gram matrix, or the matrix twice.
-        weight_spectra: whether the largest singular value of each weight is tracked. It adds the longer side of every matrix to
-            the numbers that ranks reduce.
+        iterations: steps of the Lanczos iteration from which the singular values of the momentum are estimated. Each
+            reads the Gram matrix, or the matrix twice.
+        weight_spectra: whether the largest singular value of each weight is tracked. It adds the longer side of every
+            matrix to the numbers that ranks reduce.
     """
 
     every: int = 10
@@ -32,7 +32,9 @@ class Metrics:
             raise ConfigError(f"metrics: every={shown(self.every)} must be a whole number (int) of at least 1.")
         known = isinstance(self.iterations, int) and not isinstance(self.iterations, bool)
         if not known or not 1 <= self.iterations <= _MOST_ITERATIONS:
-            raise ConfigError(f"metrics: iterations={shown(self.iterations)} must be a whole number, 1 to {_MOST_ITERATIONS}.")
+            raise ConfigError(
+                f"metrics: iterations={shown(self.iterations)} must be a whole number, 1 to {_MOST_ITERATIONS}."
+            )
         if not isinstance(self.weight_spectra, bool):
             raise ConfigError(f"metrics: weight_spectra={shown(self.weight_spectra)} must be True or False.")
 

@@ -1,9 +1,10 @@
 """The scales of momentum in int8: one for each block of a row of a matrix, as ``execute/int8.py`` defines it.
 
-The scales of a parameter have its shape, with the number of blocks of a row for the columns: (96, 300) has scales of (96, 3), a
-filter (32, 16, 3, 3) of (32, 2, 1, 1), experts (8, 96, 300) of (8, 96, 3). Where parts of a fused weight divide the columns, the
-blocks of each part follow those of the part before. The scales are placed like the parameter. If that would cut a block, or
-separate it from its scale, every rank has the scales of its rows whole, and ranks that share rows reduce them at every step.
+The scales of a parameter have its shape, with the number of blocks of a row for the columns: (96, 300) has scales of
+(96, 3), a filter (32, 16, 3, 3) of (32, 2, 1, 1), experts (8, 96, 300) of (8, 96, 3). Where parts of a fused weight
+divide the columns, the blocks of each part follow those of the part before. The scales are placed like the parameter.
+If that would cut a block, or separate it from its scale, every rank has the scales of its rows whole, and ranks that
+share rows reduce them at every step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def scale_placements(param: Tensor, blocks: MomentumBlocks) -> tuple[Any, ...]:
         return ()
     from torch.distributed.tensor import Replicate
 
-    return tuple(Replicate() if axis in blocks.reduced_axes else placement for axis, placement in enumerate(sharded.placements))
+    return tuple(
+        Replicate() if axis in blocks.reduced_axes else placement for axis, placement in enumerate(sharded.placements)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -58,18 +61,29 @@ def _momentum_blocks(
     scales = Layout(scales_shape, layout.mesh, layout.placements)
     index = _taken(block_of, layout.held_ranges(rank)[first:])
     if axes and not _same_cuts(block_of, layout, scales, first):
-        shards = [_taken(block_of, ranges) for ranges in product(*(layout.cuts(dim) for dim in range(first, len(shape))))]
-        unseen = any(not ((held >= span.start) & (held < span.stop)).any() for held in shards for span in spans.values())
+        shards = [
+            _taken(block_of, ranges) for ranges in product(*(layout.cuts(dim) for dim in range(first, len(shape))))
+        ]
+        unseen = any(
+            not ((held >= span.start) & (held < span.stop)).any() for held in shards for span in spans.values()
+        )
         return MomentumBlocks(scales_shape, index.to(device), spans, shared=True, reduced_axes=axes, unseen=unseen)
     held = _taken(_numbers(count), scales.held_ranges(rank)[first : first + 1])
     place = torch.zeros_like(_numbers(count)).index_copy_(0, held, _numbers(len(held)))
-    here = {window: [k for k, b in enumerate(held.tolist()) if span.start <= b < span.stop] for window, span in spans.items()}
+    here = {
+        window: [k for k, b in enumerate(held.tolist()) if span.start <= b < span.stop]
+        for window, span in spans.items()
+    }
     spans = {window: slice(min(places, default=0), max(places, default=-1) + 1) for window, places in here.items()}
     return MomentumBlocks(scales_shape, place[index].to(device), spans, shared=bool(axes) and len(spans) > 1)
 
 
-def _block_of_columns(matrix_sets: Sequence[MatrixSet], cols: int, block: int) -> tuple[Tensor, dict[StridedRange | None, slice]]:
-    """The block of each column, and the blocks of each window of columns. Blocks count from the first column of each matrix."""
+def _block_of_columns(
+    matrix_sets: Sequence[MatrixSet], cols: int, block: int
+) -> tuple[Tensor, dict[StridedRange | None, slice]]:
+    """The block of each column, and the blocks of each window of columns. Blocks count from the first column of
+    each matrix.
+    """
     spans: dict[StridedRange | None, slice] = {}
     block_of, count = _numbers(cols), 0
     for window in dict.fromkeys(None if part.window is None else part.window[1] for part in matrix_sets):

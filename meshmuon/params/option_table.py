@@ -1,9 +1,10 @@
 """All options of ``Muon``, each declared once.
 
-From this table follow the checks (in the constructor, in added param groups, at every step), the optimizer's ``defaults``, the
-refusal of optimizer-wide options in a param group, what ranks compare, how a checkpoint is read, ``help(Muon)`` and the tables
-in docs/optimizer.md (``docs/site/options.py``). To add an option, add a row to its tier here (and its type to ``ParamGroup``, if
-it is an option of param groups), a parameter to the signature of ``Muon``, and the code that uses it.
+From this table follow the checks (in the constructor, in added param groups, at every step), the optimizer's
+``defaults``, the refusal of optimizer-wide options in a param group, what ranks compare, how a checkpoint is read,
+``help(Muon)`` and the tables in docs/optimizer.md (``docs/site/options.py``). To add an option, add a row to its tier
+here (and its type to ``ParamGroup``, if it is an option of param groups), a parameter to the signature of ``Muon``, and
+the code that uses it.
 """
 
 from __future__ import annotations
@@ -79,32 +80,40 @@ class Option:
     name: str  # keyword of the constructor, and for options of param groups also the key in a group
     default: Any
     scope: Scope
-    # Refuses wrong values, at every step for options of param groups. None if another option's check, or the object that is built
-    # from it, does so.
+    # Refuses wrong values, at every step for options of param groups. None if another option's check, or the object
+    # that is built from it, does so.
     check: Check | None
     compared: Compared = Compared.NEVER
-    kept_as: Callable[[Any], Any] = lambda value: value  # an accepted value as groups keep it, to be compared and stored
-    defines_matrices: bool = False  # it decides what the matrices are or what is remembered of them: loading another value warns
+    # an accepted value as groups keep it, to be compared and stored
+    kept_as: Callable[[Any], Any] = lambda value: value
+    # it decides what the matrices are or what is remembered of them: loading another value warns
+    defines_matrices: bool = False
     # Other names: of an optimizer-wide option an older keyword, of an option of param groups torch's own name.
     aliases: tuple[str, ...] = ()
     help: str = ""  # what it does, for ``help(Muon)`` and docs/optimizer.md; without it, the option is not shown
 
     def with_help(self, text: str) -> Option:
-        """The same row with this help: a method, so that a row of the table is one line of columns and then its text."""
+        """The same row with this help: a method, so that a row of the table is one line of columns and then its
+        text.
+        """
         other = ", ".join(f"``{alias}``" for alias in self.aliases)
         names = f" Older name: {other}." if self.scope is Scope.OPTIMIZER else f" Also {other}, as in torch."
         return replace(self, help=text + (names if other else ""))
 
 
 class _TorchKeys(TypedDict, total=False):
-    """Keys that a param group may have beside ``adamw_betas`` and ``adamw_eps``; if present, they are the ones that count."""
+    """Keys that a param group may have beside ``adamw_betas`` and ``adamw_eps``; if present, they are the ones that
+    count.
+    """
 
     betas: tuple[float, float]
     eps: float
 
 
 class ParamGroup(_TorchKeys):
-    """A param group as the optimizer works with it. At run time it is a plain dict, which may hold further keys of a trainer."""
+    """A param group as the optimizer works with it. At run time it is a plain dict, which may hold further keys of
+    a trainer.
+    """
 
     params: list[Tensor]
     param_names: list[str]  # one for each of ``params``
@@ -161,7 +170,9 @@ def split_as_tuple(split: Any) -> Any:
 
 
 def matrices_as_dicts(matrices: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]] | None:
-    """Entries as plain dicts without what is the default anyway, which survive ``torch.save`` and ``weights_only=True``."""
+    """Entries as plain dicts without what is the default anyway, which survive ``torch.save`` and
+    ``weights_only=True``.
+    """
     if matrices is None:
         return None
     default = ONE_MATRIX.fields()
@@ -186,7 +197,9 @@ _EVERYDAY = (
         "Learning rate of AdamW's groups without an ``lr``; by default ``lr``. It is written into the groups once, as "
         "their ``lr``, which schedulers change from there."
     ),
-    Option("weight_decay", 0.1, _ALL, in_range(0.0), _VALUE).with_help("Decoupled weight decay, applied before the update."),
+    Option("weight_decay", 0.1, _ALL, in_range(0.0), _VALUE).with_help(
+        "Decoupled weight decay, applied before the update."
+    ),
     Option("momentum", 0.95, _MUON, in_range(0.0, 1.0), _VALUE).with_help("Momentum, in [0, 1): M ← momentum·M + G."),
     Option("nesterov", True, _MUON, check_flag, _VALUE).with_help(
         "Looks ahead by one momentum step: the update is G + momentum·M instead of M."
@@ -208,10 +221,12 @@ _EVERYDAY = (
 )
 
 _MODEL = (
-    Option("split", None, _MUON, of_value(_check_split), _PLAN, kept_as=split_as_tuple, defines_matrices=True).with_help(
-        "Cuts fused weights (QKV, gate-up) along their output dim into separate matrices: the sizes of the parts, the size "
-        "of equal parts (one per head), ``Interleaved(sizes, repeats)`` for interleaved parts, or a function of (name, shape) "
-        "that returns one of these or None."
+    Option(
+        "split", None, _MUON, of_value(_check_split), _PLAN, kept_as=split_as_tuple, defines_matrices=True
+    ).with_help(
+        "Cuts fused weights (QKV, gate-up) along their output dim into separate matrices: the sizes of the parts, the "
+        "size of equal parts (one per head), ``Interleaved(sizes, repeats)`` for interleaved parts, or a function of "
+        "(name, shape) that returns one of these or None."
     ),
     Option(
         "expert_keys", None, _MUON, of_value(check_expert_keys), _PLAN, kept_as=check_expert_keys, defines_matrices=True
@@ -220,10 +235,12 @@ _MODEL = (
         '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the learning '
         "rate, ``split`` and update rules."
     ),
-    Option("matrices", None, _MUON, of_value(check_matrices), _VALUE, kept_as=matrices_as_dicts, defines_matrices=True).with_help(
+    Option(
+        "matrices", None, _MUON, of_value(check_matrices), _VALUE, kept_as=matrices_as_dicts, defines_matrices=True
+    ).with_help(
         'What is inside single parameters: ``{name: {"experts": …, "dims": …, "split": …, "flatten": …}}``, with ``*`` for '
-        "numbers in names. ``get_default_muon_param_groups`` writes it. ``expert_keys``, ``split`` and ``conv`` override it; see "
-        "docs/models.md."
+        "numbers in names. ``get_default_muon_param_groups`` writes it. ``expert_keys``, ``split`` and ``conv`` "
+        "override it; see docs/models.md."
     ),
     Option("conv", None, _MUON, one_of(CONV_OPTIONS), _PLAN, defines_matrices=True).with_help(
         '``"flatten"`` makes any other parameter of more than two dims, such as a convolution filter, one (out, in·kernel) '
@@ -240,16 +257,18 @@ _UPDATE = (
         "order; see docs/rules.md."
     ),
     Option("cautious_weight_decay", False, _MUON, check_flag, _VALUE).with_help(
-        "Decays only those elements of Muon's parameters that the update does not push away from zero; see docs/rules.md."
+        "Decays only those elements of Muon's parameters that the update does not push away from zero; see "
+        "docs/rules.md."
     ),
     Option("rounding", "nearest", _ALL, one_of(get_args(Rounding)), _VALUE).with_help(
         'How a step rounds bfloat16 parameters, which it forms in float32: ``"nearest"``, or ``"stochastic"``, which is right on '
-        "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; float16 "
+        "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; "
+        "float16 "
         'parameters refuse ``"stochastic"``. See docs/optimizer.md.'
     ),
     Option("momentum_dtype", None, _MUON, dtype_in(STORED_DTYPES, "must be a dtype of momentum"), _VALUE).with_help(
-        "Dtype of new momentum buffers; by default the dtype of the parameter. ``torch.int8`` keeps one scale for every 128 "
-        "elements of a row, and converts momentum that there is; see docs/optimizer.md."
+        "Dtype of new momentum buffers; by default the dtype of the parameter. ``torch.int8`` keeps one scale for "
+        "every 128 elements of a row, and converts momentum that there is; see docs/optimizer.md."
     ),
     # QKClip checks it.
     Option("clip_config", None, _WHOLE, None).with_help(
@@ -258,18 +277,23 @@ _UPDATE = (
     Option("nonfinite", "propagate", _WHOLE, one_of(get_args(NonFinitePolicy)), _PLAN).with_help(
         'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` leaves '
         'everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written, and '
-        "waits for the device to know. Both leave out single updates that are not finite although their gradients were. What a "
-        "GradScaler finds is always skipped; see docs/reliability.md."
+        "waits for the device to know. Both leave out single updates that are not finite although their gradients "
+        "were. What a GradScaler finds is always skipped; see docs/reliability.md."
     ),
 )
 
 _ENGINE = (
-    Option("compute_dtype", None, _MUON, dtype_in(FLOAT_DTYPES, "must be a floating point dtype to compute in"), _PLAN).with_help(
-        "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 parameters."
+    Option(
+        "compute_dtype", None, _MUON, dtype_in(FLOAT_DTYPES, "must be a floating point dtype to compute in"), _PLAN
+    ).with_help(
+        "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 "
+        "parameters."
     ),
-    Option("comm_dtype", None, _WHOLE, dtype_in(STORED_DTYPES, "must be a dtype for the wire", pairs=True), _PLAN).with_help(
-        "Dtype on the wire, or a pair: to the owners, and back. By default bfloat16 between GPUs, float32 elsewhere, float64 for "
-        "float64 parameters. ``torch.int8`` rounds in blocks of 128 elements; see docs/distributed.md."
+    Option(
+        "comm_dtype", None, _WHOLE, dtype_in(STORED_DTYPES, "must be a dtype for the wire", pairs=True), _PLAN
+    ).with_help(
+        "Dtype on the wire, or a pair: to the owners, and back. By default bfloat16 between GPUs, float32 elsewhere, "
+        "float64 for float64 parameters. ``torch.int8`` rounds in blocks of 128 elements; see docs/distributed.md."
     ),
     Option("replica_group", None, _WHOLE, of_value(check_replica_group), _PLAN).with_help(
         "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."
@@ -280,21 +304,21 @@ _ENGINE = (
     ),
     # ExecutorSettings checks its range.
     Option("memory_budget", None, _WHOLE, whole_number(optional=True), _PLAN).with_help(
-        "Bytes of matrices that an owner gathers per wave, and of scratch that a batch may use. By default 64 MiB of a CPU's "
-        "memory, or a 128th of a GPU's (512 MiB of 80 GB; twice that for batches). The exchange buffers of a rank take at most "
-        "2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner. Where plans are compared, the default is a "
-        "start: waves may be larger, and buffers take at most 18 × it."
+        "Bytes of matrices that an owner gathers per wave, and of scratch that a batch may use. By default 64 MiB of "
+        "a CPU's memory, or a 128th of a GPU's (512 MiB of 80 GB; twice that for batches). The exchange buffers of a "
+        "rank take at most 2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner. Where plans are "
+        "compared, the default is a start: waves may be larger, and buffers take at most 18 × it."
     ),
     # ExecutorSettings checks its range.
     Option("chunk_size", -1, _WHOLE, whole_number(), _PLAN).with_help(
         "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``."
     ),
-    Option("waves_ahead", 5, _WHOLE, whole_number(0, 1024, why_high=_BUFFERS), _PLAN, aliases=("warmup_step",)).with_help(
-        "Waves of exchanges that may be in flight beside the one that computes (``waves_ahead + 1`` in all)."
-    ),
+    Option(
+        "waves_ahead", 5, _WHOLE, whole_number(0, 1024, why_high=_BUFFERS), _PLAN, aliases=("warmup_step",)
+    ).with_help("Waves of exchanges that may be in flight beside the one that computes (``waves_ahead + 1`` in all)."),
     Option("deterministic", False, _WHOLE, check_flag).with_help(
-        "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any number of "
-        "threads."
+        "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any "
+        "number of threads."
     ),
     Option("compile", False, _WHOLE, check_backend).with_help(
         "Compiles the orthogonalisation of each shape with torch.compile; a string names the backend."
@@ -308,20 +332,23 @@ _ENGINE = (
         "CPU. See docs/proofs.md."
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(
-        "How fast the machine is, for the choice of owners, waves and ``replicas``: a file of ``meshmuon doctor --save``, "
-        "or a ``CostModel``; by default the machine file that fits the GPU's name, or a guess. See docs/doctor.md."
+        "How fast the machine is, for the choice of owners, waves and ``replicas``: a file of ``meshmuon doctor "
+        "--save``, or a ``CostModel``; by default the machine file that fits the GPU's name, or a guess. See "
+        "docs/doctor.md."
     ),
     Option("metrics", None, _WHOLE, of_value(metrics_from), _PLAN).with_help(
-        "Measures every k-th step, for ``optimizer.metrics()``: a number k, or a ``meshmuon.metrics.Metrics``; by default "
-        "nothing. See docs/metrics.md."
+        "Measures every k-th step, for ``optimizer.metrics()``: a number k, or a ``meshmuon.metrics.Metrics``; by "
+        "default nothing. See docs/metrics.md."
     ),
     Option("none_grad", True, _MUON, check_flag).with_help("Frees each Muon gradient as soon as the step has used it."),
     Option("allow_inactive", False, _WHOLE, check_flag).with_help(
-        "Allows steps in which Muon has nothing to do: of a model or a pipeline stage without matrices, or of matrices that get "
-        "their first gradient late. Otherwise such an optimizer raises, because it is usually a mistake; see docs/trainers.md."
+        "Allows steps in which Muon has nothing to do: of a model or a pipeline stage without matrices, or of "
+        "matrices that get their first gradient late. Otherwise such an optimizer raises, because it is usually a "
+        "mistake; see docs/trainers.md."
     ),
     Option("reference_path", False, _WHOLE, check_flag, _PLAN, aliases=("use_distributed_muon",)).with_help(
-        "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on every rank."
+        "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on "
+        "every rank."
     ),
     # Motif's word for logging.getLogger("meshmuon").setLevel(logging.DEBUG): accepted, and not shown.
     Option("debug", False, _WHOLE, check_flag),

@@ -1,7 +1,8 @@
 """The one record of a parameter: what it is, where it lies, which matrices it holds and how they are computed.
 
-A step makes it when it first sees a parameter and replaces it when something about the parameter changes. The planner, the
-executor's ``StepParam``, QK-clip and the metrics all read it. ``meshmuon plan`` makes records of parameters that do not exist.
+A step makes it when it first sees a parameter and replaces it when something about the parameter changes. The planner,
+the executor's ``StepParam``, QK-clip and the metrics all read it. ``meshmuon plan`` makes records of parameters that do
+not exist.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ class ParamRecord:
         place = place or ParamLocation.of(param, recipe)
         shape, dtype, options = tuple(param.shape), param.dtype, recipe.matrix_options
         update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        compute_dtype = dtype if options is None else recipe.compute_dtype or default_compute_dtype(place.work_device, dtype)
+        compute_dtype = (
+            dtype if options is None else recipe.compute_dtype or default_compute_dtype(place.work_device, dtype)
+        )
         matrix_sets = None if options is None else find_matrices(name, shape, options)
         check_rule_memory(name, matrix_sets or (), recipe.rules)
         for part in matrix_sets or ():
@@ -124,7 +127,9 @@ class ParamRecord:
         between_gpus = place.work_device.type == "cuda" and update_dtype != torch.float64
         on_wire = CommDtype.of(comm_dtype, torch.bfloat16 if between_gpus else update_dtype)
         how = recipe.scheme, recipe.rules, compute_dtype, on_wire, update_dtype
-        return cls(name, group_index, group, param, shape, *place, matrix_sets, *how, int8_momentum=recipe.int8_momentum)
+        return cls(
+            name, group_index, group, param, shape, *place, matrix_sets, *how, int8_momentum=recipe.int8_momentum
+        )
 
 
 def named_params(groups: Sequence[ParamGroup]) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,8 @@
 """Update rules: what a step does to matrices beside orthogonalising them.
 
-A rule is a small object. The owner of a matrix calls it with the whole matrix, so its result does not depend on the layout. To
-write a rule of your own, implement the three methods of ``UpdateRule``, and ``scale`` if it needs numbers of the weight::
+A rule is a small object. The owner of a matrix calls it with the whole matrix, so its result does not depend on the
+layout. To write a rule of your own, implement the three methods of ``UpdateRule``, and ``scale`` if it needs numbers of
+the weight::
 
     @dataclass(frozen=True)
     class Halved:
@@ -72,9 +73,9 @@ class _Rule:
 class NorMuon(_Rule):
     """Divides each output (row) of the update O by the root of a running mean of its squares, and keeps the norm of O.
 
-    v ← β₂·v + (1 − β₂)·mean of O² over the inputs; the update is O/√v, rescaled to the Frobenius norm of O. For matrices of
-    (batch, outputs, inputs), v is (batch, outputs, 1). With ``axis="columns"`` it does so for each input, (batch, 1, inputs),
-    with ``axis="longer"`` for outputs or inputs, whichever are more.
+    v ← β₂·v + (1 − β₂)·mean of O² over the inputs; the update is O/√v, rescaled to the Frobenius norm of O. For
+    matrices of (batch, outputs, inputs), v is (batch, outputs, 1). With ``axis="columns"`` it does so for each input,
+    (batch, 1, inputs), with ``axis="longer"`` for outputs or inputs, whichever are more.
     """
 
     beta2: float = 0.95
@@ -137,8 +138,9 @@ class MuonEq(_Rule):
 class Hyperball(_Rule):
     """Keeps the norm of the weight W, and turns it by an angle that the learning rate alone decides.
 
-    W ← R·normalised(W − lr·R·normalised(U)) for the update U, with Frobenius norms. R is the norm of W as it is, or with ``rms``
-    that of a matrix whose elements have this root mean square. Neither ``weight_decay`` nor ``adjust_lr_fn`` has any effect.
+    W ← R·normalised(W − lr·R·normalised(U)) for the update U, with Frobenius norms. R is the norm of W as it is, or
+    with ``rms`` that of a matrix whose elements have this root mean square. Neither ``weight_decay`` nor
+    ``adjust_lr_fn`` has any effect.
     """
 
     rms: float | None = None
@@ -197,7 +199,9 @@ def check_rule(rule: object) -> None:
         return
     if isinstance(rule, str):
         if rule not in _BY_NAME:
-            raise ConfigError(f"rule={shown(rule)} is unknown; write one of {', '.join(map(repr, _BY_NAME))}, or an object.")
+            raise ConfigError(
+                f"rule={shown(rule)} is unknown; write one of {', '.join(map(repr, _BY_NAME))}, or an object."
+            )
         return
     missing = [name for name in _METHODS if not callable(getattr(rule, name, None))]
     if missing or isinstance(rule, type):
@@ -210,11 +214,14 @@ def check_rule(rule: object) -> None:
         hash(rule)
     except TypeError:
         raise ConfigError(
-            f"rule={shown(rule)} cannot be hashed, by which parameters that share a rule are found: make it a frozen dataclass."
+            f"rule={shown(rule)} cannot be hashed, by which parameters that share a rule are found: make it a frozen "
+            "dataclass."
         ) from None
     _check_axis(rule)
     if not str(getattr(rule, "memory_name", RULE_STATE)).startswith(RULE_STATE):
-        raise ConfigError(f'rule={shown(rule)}: its memory_name must begin with "{RULE_STATE}", by which rule state is found.')
+        raise ConfigError(
+            f'rule={shown(rule)}: its memory_name must begin with "{RULE_STATE}", by which rule state is found.'
+        )
 
 
 def chain_of(rule: object) -> tuple[Any, ...] | None:
@@ -232,8 +239,8 @@ def _check_chain(rules: Sequence[Any]) -> None:
     keys = [key for rule in rules for key in rule_memories(resolve_rules(rule), (1, 1))]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise ConfigError(
-            f"rule={shown(rules)}: two rules would keep their numbers under the key {twice[0]!r} of the state. Leave one out, or "
-            "make one a subclass with another memory_name."
+            f"rule={shown(rules)}: two rules would keep their numbers under the key {twice[0]!r} of the state. Leave "
+            "one out, or make one a subclass with another memory_name."
         )
 
 

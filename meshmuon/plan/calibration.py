@@ -1,4 +1,5 @@
-"""How fast a machine is, as plain data: what ``meshmuon doctor --save`` measured or ``meshmuon plan --save-rates`` wrote.
+"""How fast a machine is, as plain data: what ``meshmuon doctor --save`` measured or ``meshmuon plan --save-rates``
+wrote.
 
 ``Muon(cost_model=FILE)`` plans with it. The file is JSON. ``Calibration`` has the same names and units.
 """
@@ -70,16 +71,20 @@ class Calibration:
     ranks_per_node: int  # most ranks on one node
     compute_dtype: str  # in which matrices are orthogonalised by default
     products: tuple[Rate, ...]  # matrix products, for each dtype and size
-    orthogonalisation: tuple[Rate, ...]  # the default scheme in ``compute_dtype``, by counted FLOPs, for each size or shape
+    # the default scheme in ``compute_dtype``, by counted FLOPs, for each size or shape
+    orthogonalisation: tuple[Rate, ...]
     inside: LinkRate | None  # between two ranks of one node; None if no node has two ranks
     between: LinkRate | None  # between two ranks of different nodes; None on one node
     exchange: LinkRate | None  # an exchange of all ranks with all ranks, as a step makes it; None on one rank
     host_seconds_per_matrix: float  # what each tiny matrix adds to a step; predictions for CPUs use it
-    host_seconds_per_step: float  # what a step takes beside its matrices or, on a GPU, launches, and beside its exchanges
+    # what a step takes beside its matrices or, on a GPU, launches, and beside its exchanges
+    host_seconds_per_step: float
     elementwise: ElementwiseRates
-    exchange_cpu_share: float | None = None  # CPU seconds of an exchange ÷ its seconds, if the device is a CPU, else None
+    # CPU seconds of an exchange ÷ its seconds, if the device is a CPU, else None
+    exchange_cpu_share: float | None = None
     copies: LinkRate | None = None  # between the memory of a device and pinned memory of its host; None on CPU
-    seconds_per_peer: float = 0.0  # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
+    # what each peer adds to an exchange; 0 where ``exchange`` was measured with all of them
+    seconds_per_peer: float = 0.0
     host_seconds_per_launch: float | None = None  # in which the host issues a kernel; None on CPU
     alone: tuple[Rate, ...] = ()  # as ``orthogonalisation``, of a single matrix; empty if that is as fast as a batch
     slower_beside_exchange: float = 0.0  # what products take longer while the links are busy, as a share
@@ -90,9 +95,9 @@ class Calibration:
     def cost_model(self) -> CostModel:
         """What plans weigh.
 
-        On one node, that is the rate and latency of an exchange of all ranks. On several, bytes have the rates of the links
-        inside and between nodes. An exchange inside a node has the latency of its link, one between nodes that of the exchange
-        of all ranks.
+        On one node, that is the rate and latency of an exchange of all ranks. On several, bytes have the rates of the
+        links inside and between nodes. An exchange inside a node has the latency of its link, one between nodes that of
+        the exchange of all ranks.
         """
         if self.exchange is None:
             raise ConfigError(f"it was measured on one rank and knows no link between ranks. {_REMEDY}")
@@ -117,7 +122,9 @@ class Calibration:
 
     @property
     def exchange_busy(self) -> float:
-        """The share of an exchange in which the device can do nothing else: 0 unless it is a CPU, where 1 is the worst case."""
+        """The share of an exchange in which the device can do nothing else: 0 unless it is a CPU, where 1 is the
+        worst case.
+        """
         if self.device != "cpu":
             return 0.0
         return 1.0 if self.exchange_cpu_share is None else min(1.0, self.exchange_cpu_share)
@@ -151,7 +158,9 @@ def _rate_of_shape(rates: Sequence[Rate], size: int, length: int) -> float:
 
 
 def rate_at(size: int, points: Iterable[tuple[int, float]]) -> float:
-    """The rate at ``size`` on the line through ``points`` (size, rate), in logarithms of both; outside of them the nearest."""
+    """The rate at ``size`` on the line through ``points`` (size, rate), in logarithms of both; outside of them the
+    nearest.
+    """
     ordered = sorted(points)
     if size <= ordered[0][0]:
         return ordered[0][1]
@@ -196,13 +205,16 @@ def _content_of(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         raise ConfigError(f"it is no calibration file. {_REMEDY}")
     if content.get("version") != VERSION:
         raise ConfigError(
-            f"it has version {content.get('version')!r} of the format, and this meshmuon reads version {VERSION}. {_REMEDY}"
+            f"it has version {content.get('version')!r} of the format, and this meshmuon reads version {VERSION}. "
+            f"{_REMEDY}"
         )
     return content
 
 
 def _read(cls: type[_Read], content: Mapping[str, Any], where: str = "") -> _Read:
-    """Each field of a dataclass by its type. One that has a default may be missing; ``where`` is before names in errors."""
+    """Each field of a dataclass by its type. One that has a default may be missing; ``where`` is before names in
+    errors.
+    """
     values: dict[str, Any] = {}
     for entry in fields(cls):  # type: ignore[arg-type]
         value = content.get(entry.name)
@@ -230,7 +242,9 @@ def _read_field(kind: str, value: Any, name: str) -> Any:
         rows = _checked(value, name, "a list of rates", is_list)
         return tuple(_read(Rate, row, f"{name}[{k}].") for k, row in enumerate(rows))
     cls, what = _INNER[kind]
-    return _read(cls, _checked(value, name, what + (" or null" if optional else ""), isinstance(value, Mapping)), f"{name}.")
+    return _read(
+        cls, _checked(value, name, what + (" or null" if optional else ""), isinstance(value, Mapping)), f"{name}."
+    )
 
 
 def _checked(value: Any, name: str, expected: str, fits: bool) -> Any:

@@ -35,11 +35,11 @@ def choose_plan(
 ) -> Plan:
     """The fastest plan by the rates of a machine; a pure function of its arguments.
 
-    It starts from the plan of ``make_plan`` and changes one thing at a time, keeping what makes the predicted step shorter:
-    which matrices replicas share (if ``replicas`` is "auto"), the memory of a wave, the waves in flight, the number of waves,
-    when heavy matrices have their turn, whether exchanges between nodes go through relays. ``most_buffer_bytes`` limits the
-    exchange buffers of a rank where the user has set no memory for them; None if ``options.budget`` and ``options.in_flight``
-    are the user's. ``averages`` is for ``DistMuon``.
+    It starts from the plan of ``make_plan`` and changes one thing at a time, keeping what makes the predicted step
+    shorter: which matrices replicas share (if ``replicas`` is "auto"), the memory of a wave, the waves in flight, the
+    number of waves, when heavy matrices have their turn, whether exchanges between nodes go through relays.
+    ``most_buffer_bytes`` limits the exchange buffers of a rank where the user has set no memory for them; None if
+    ``options.budget`` and ``options.in_flight`` are the user's. ``averages`` is for ``DistMuon``.
     """
     if options.chunk_size > 0:  # which decides alone
         return make_plan(params, options)
@@ -71,16 +71,21 @@ class _Search:
         self._open = [  # parameters for which it is open whether replicas share an owner
             k
             for k, param in enumerate(params if options.replicas == "auto" else ())
-            if param.share is None and any(matrix.replicas > 1 for matrix in param.sharded_matrices(param.layouts[0])[:1])
+            if param.share is None
+            and any(matrix.replicas > 1 for matrix in param.sharded_matrices(param.layouts[0])[:1])
         ]
         self._made: dict[Hashable, _Candidate] = {}
         owned = own_matrices(params, options)
         shared = {task.param for task in owned.travelling if task.sharded.replicas > 1}
         self._now = self._make(owned, shared.intersection(self._open), options)
-        self._left = min(_MOST_COMPARED, _MOST_TASKS_COMPARED // (1 + len(self._now.plan.tasks) + len(self._now.plan.ranks)))
+        self._left = min(
+            _MOST_COMPARED, _MOST_TASKS_COMPARED // (1 + len(self._now.plan.tasks) + len(self._now.plan.ranks))
+        )
 
     def best(self) -> PlanData:
-        """Goes over all that is open until nothing gains any more, or as many plans were compared as the model's size allows."""
+        """Goes over all that is open until nothing gains any more, or as many plans were compared as the model's
+        size allows.
+        """
         if len(self._now.plan.ranks) < 2:
             return self._now.plan
         if self._now.plan.relayed:
@@ -96,7 +101,11 @@ class _Search:
                 self._now = start
                 ends.append(self._try_exchanges())
         self._now = min(ends, key=lambda end: end.score)
-        if self._now.options.max_peers is not None and not self._now.plan.relayed and self._now.plan.most_peers > _MANY_PEERS:
+        if (
+            self._now.options.max_peers is not None
+            and not self._now.plan.relayed
+            and self._now.plan.most_peers > _MANY_PEERS
+        ):
             self._try(max_peers=_MANY_PEERS)
         return self._now.plan
 
@@ -112,7 +121,9 @@ class _Search:
         if self._most_buffer_bytes is None:
             return 0, seconds
         needed = max(plan.buffers(plan.options.in_flight).values(), default=0)
-        return max(0, needed - self._most_buffer_bytes), seconds * (1 + _WORTH_ALL_MEMORY * needed / self._most_buffer_bytes)
+        return max(0, needed - self._most_buffer_bytes), seconds * (
+            1 + _WORTH_ALL_MEMORY * needed / self._most_buffer_bytes
+        )
 
     def _try(self, shared: frozenset[int] | None = None, **changes: int | str | None) -> _Candidate | None:
         """The plan with some options changed, or with other matrices shared by replicas; None if no more may be made.
@@ -137,7 +148,8 @@ class _Search:
         return candidate
 
     def _try_replicas(self) -> list[_Candidate]:
-        """All replicas share one owner, or each computes for itself; from both, one kind of matrix after the other is changed.
+        """All replicas share one owner, or each computes for itself; from both, one kind of matrix after the other is
+        changed.
 
         Returns the plans of these two, the faster one first.
         """
@@ -145,7 +157,9 @@ class _Search:
         for k in self._open:
             param = self._now.owned.params[k]
             kinds.setdefault((param.flops, param.layouts[0].shape, param.layouts[0].placements), []).append(k)
-        heaviest_first = sorted(kinds.values(), key=lambda members: -len(members) * self._now.owned.params[members[0]].flops)
+        heaviest_first = sorted(
+            kinds.values(), key=lambda members: -len(members) * self._now.owned.params[members[0]].flops
+        )
         both = [self._try(frozenset(shared)) for shared in ((self._open, ()) if kinds else ())]
         starts = sorted((start for start in both if start is not None), key=lambda start: start.score)
         for best in starts:
@@ -167,7 +181,9 @@ class _Search:
         return self._now
 
     def _try_heavy(self) -> None:
-        """Few matrices that take a rank most of a step are best aside; otherwise expensive ones may have to come first."""
+        """Few matrices that take a rank most of a step are best aside; otherwise expensive ones may have to come
+        first.
+        """
         ranks = len(self._now.plan.ranks)
         few = 0 < len(heavy_tasks(self._now.owned.travelling, ranks)) <= ranks // _FEW
         self._try(heavy=None if self._now.options.heavy else "aside" if few else "first")

@@ -20,8 +20,9 @@ class CostModel:
         flops_per_byte: FLOPs of orthogonalisation in the time that a rank needs to send or receive one byte.
         flops_per_exchange: FLOPs in the time that an exchange of no bytes takes.
         between_flops_per_byte: the first between ranks of different nodes; None if it is the same there.
-        between_flops_per_exchange: the second for an exchange between ranks of several nodes; None if it is the same there.
-        host_flops_per_byte: the first between the memory of a device and that of its host, for weights that are there; None if
+        between_flops_per_exchange: the second for an exchange between ranks of several nodes; None if it is the same
+        there. host_flops_per_byte: the first between the memory of a device and that of its host, for weights that are
+        there; None if
             it is the same as between ranks.
     """
 
@@ -63,7 +64,8 @@ class CostModel:
     def owning(self, flops: int, sharded: ShardedMatrix, itemsize: float, crossings: Crossings | None = None) -> float:
         """Cost for the rank that owns a matrix: computing it, receiving it and sending it back.
 
-        ``crossings`` counts what travels between nodes; None on one node. The owner is taken to be one that needs the fewest.
+        ``crossings`` counts what travels between nodes; None on one node. The owner is taken to be one that needs the
+        fewest.
         """
         moved = 2 * sharded.size
         cost = flops + self.flops_per_byte * moved * itemsize
@@ -73,11 +75,13 @@ class CostModel:
         inside_price, between_price = self.flops_per_byte * itemsize, self.per_byte_between * itemsize
         return cost + (between_price - inside_price) * min(between, moved) + between_price * max(0, between - moved)
 
-    def sharing_pays(self, flops: int, sharded: ShardedMatrix, itemsize: float, crossings: Crossings | None = None) -> bool:
+    def sharing_pays(
+        self, flops: int, sharded: ShardedMatrix, itemsize: float, crossings: Crossings | None = None
+    ) -> bool:
         """Whether one replica should compute for all, by FLOPs and bytes summed over the ranks.
 
-        For each additional replica, sharing saves one orthogonalisation and one gather and scatter inside the replica; it costs
-        sending the matrix to the replica once. Bytes between nodes have their own rate.
+        For each additional replica, sharing saves one orthogonalisation and one gather and scatter inside the replica;
+        it costs sending the matrix to the replica once. Bytes between nodes have their own rate.
         """
         pieces = max(1, len(sharded.pieces))
         inside = 2 * (pieces - 1) / pieces * sharded.size * itemsize
@@ -100,8 +104,8 @@ def repr_of_given(value: CostModel | Any) -> str:
     return f"{type(value).__name__}({', '.join(f'{name}={given!r}' for name, given in entries if given is not None)})"
 
 
-# Orders of magnitude: 4e14 FLOP/s of bfloat16 products, 40 GB/s of network per GPU and 25 GB/s to its host; 1e11 FLOP/s and
-# 1 GB/s per CPU core.
+# Orders of magnitude: 4e14 FLOP/s of bfloat16 products, 40 GB/s of network per GPU and 25 GB/s to its host; 1e11 FLOP/s
+# and 1 GB/s per CPU core.
 _MODELS = {"cuda": CostModel(1e4, 1e10, host_flops_per_byte=1.6e4)}
 # Several nodes of GPUs: 300 GB/s and 10 µs inside a node, the above between nodes.
 _ON_SEVERAL_NODES = {"cuda": CostModel(1.3e3, 4e9, 1e4, 1e10, 1.6e4)}

@@ -16,7 +16,8 @@ FORMAT, VERSION = "meshmuon machine", 1
 MACHINE_FILES = Path(__file__).parent / "machine_files"
 _DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
 _LARGEST = 1e18  # number that a machine may have
-_ADAMW_BYTES = 7 * 4  # per element in float32: weight, gradient and two moments are read; weight and moments are written
+# per element in float32: weight, gradient and two moments are read; weight and moments are written
+_ADAMW_BYTES = 7 * 4
 _SHORTEST = 1e-12  # seconds: a calibration has no zeros
 _MAY_BE_ZERO = ("seconds_per_peer", "connection_bytes", "host_seconds_per_matrix", "host_seconds_per_step")
 _OPTIONAL = ("host_seconds_per_launch", "slower_beside_exchange", "seconds_to_compile")
@@ -35,7 +36,8 @@ class Machine:
     memory_bytes: int  # of one rank
     memory_bytes_per_second: float  # that elementwise work reads and writes
     peak_flops: Mapping[str, float]  # of products, by dtype, per second
-    efficiency: tuple[tuple[int, float], ...]  # (shorter side of a matrix, share of the peak that orthogonalising reaches)
+    # (shorter side of a matrix, share of the peak that orthogonalising reaches)
+    efficiency: tuple[tuple[int, float], ...]
     inside: LinkRate  # between ranks of one node
     between: LinkRate  # between ranks of different nodes
     seconds_per_peer: float  # what each further rank adds to an exchange
@@ -43,25 +45,34 @@ class Machine:
     host_seconds_per_matrix: float
     host_seconds_per_step: float
     host_seconds_per_launch: float | None = None  # host time to issue a kernel; None if unknown
-    efficiency_alone: tuple[tuple[int, float], ...] = ()  # as ``efficiency``, of a single matrix; empty if it is the same
+    # as ``efficiency``, of a single matrix; empty if it is the same
+    efficiency_alone: tuple[tuple[int, float], ...] = ()
     slower_beside_exchange: float = 0.0  # slowdown of products while the links are busy, as a share
     seconds_to_compile: float | None = None  # what a first step takes longer, published by others; None if unknown
-    calibration: Calibration | None = field(default=None, repr=False)  # measured rates that replace those above in predictions
+    # measured rates that replace those above in predictions
+    calibration: Calibration | None = field(default=None, repr=False)
 
     def rates_for(
-        self, compute_dtype: str = "", *, several_nodes: bool = True, weight: int = 4, momentum: int = 4, wire: float = 2
+        self,
+        compute_dtype: str = "",
+        *,
+        several_nodes: bool = True,
+        weight: int = 4,
+        momentum: int = 4,
+        wire: float = 2,
     ) -> Calibration:
         """The rates of a job: measured ones, completed from the file of the machine, or the file's alone.
 
-        ``weight``, ``momentum`` and ``wire`` are the bytes of an element of the weight, of its momentum, and of what is sent. The
-        latency of an exchange is that of the slowest link in it. Elementwise work takes as long as the memory needs for what it
-        reads and writes.
+        ``weight``, ``momentum`` and ``wire`` are the bytes of an element of the weight, of its momentum, and of what is
+        sent. The latency of an exchange is that of the slowest link in it. Elementwise work takes as long as the memory
+        needs for what it reads and writes.
         """
         exchange, memory = self.between if several_nodes else self.inside, self.memory_bytes_per_second
         if self.calibration is not None:
             if self.calibration.exchange is not None:
                 return self.calibration
-            return replace(self.calibration, exchange=exchange, seconds_per_peer=self.seconds_per_peer)  # measured on one rank
+            # measured on one rank
+            return replace(self.calibration, exchange=exchange, seconds_per_peer=self.seconds_per_peer)
         elementwise = ElementwiseRates(
             momentum=(weight + 2 * momentum + wire) / memory,
             update=(wire + 2 * weight) / memory,
@@ -71,7 +82,8 @@ class Machine:
         dtype = compute_dtype or self._usual_dtype
         if dtype not in self.peak_flops:
             raise ConfigError(
-                f"{self.name} has no rate for products in {dtype}, only for {', '.join(self.peak_flops)}: add it to its file."
+                f"{self.name} has no rate for products in {dtype}, only for {', '.join(self.peak_flops)}: add it to "
+                "its file."
             )
         return Calibration(
             device=self.device,
@@ -79,8 +91,12 @@ class Machine:
             ranks=self.ranks_per_node,
             ranks_per_node=self.ranks_per_node,
             compute_dtype=dtype,
-            products=tuple(Rate(name, max(size for size, _ in self.efficiency), peak) for name, peak in self.peak_flops.items()),
-            orthogonalisation=tuple(Rate(dtype, size, share * self.peak_flops[dtype]) for size, share in self.efficiency),
+            products=tuple(
+                Rate(name, max(size for size, _ in self.efficiency), peak) for name, peak in self.peak_flops.items()
+            ),
+            orthogonalisation=tuple(
+                Rate(dtype, size, share * self.peak_flops[dtype]) for size, share in self.efficiency
+            ),
             inside=self.inside,
             between=self.between if several_nodes else None,
             exchange=exchange,
@@ -134,11 +150,15 @@ class Machine:
     @classmethod
     def from_json(cls, content: Any) -> Machine:
         if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
-            raise ConfigError(f"it is no description of a machine: its format must be {FORMAT!r} and its version {VERSION}.")
+            raise ConfigError(
+                f"it is no description of a machine: its format must be {FORMAT!r} and its version {VERSION}."
+            )
         numbers = {name: content.get(name) for name in _NUMBERS}
         numbers |= {name: content[name] for name in _OPTIONAL if content.get(name) is not None}
         shares = {name: content.get(name, []) for name in ("efficiency", "efficiency_alone")}
-        rows = {f"{name}[{k}]": row | {"size": int(row["size"])} for name, of in shares.items() for k, row in enumerate(of)}
+        rows = {
+            f"{name}[{k}]": row | {"size": int(row["size"])} for name, of in shares.items() for k, row in enumerate(of)
+        }
         rows |= {name: content[name] for name in ("inside", "between", "peak_flops")}
         numbers |= {f"{where} {key}": value for where, row in rows.items() for key, value in row.items()}
         for name, value in numbers.items():

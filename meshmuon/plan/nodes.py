@@ -11,7 +11,8 @@ from ..layout import ShardedMatrix
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Nodes:
-    """The ranks of each node. Nodes are in the order of their lowest ranks, so that the same division is always the same value.
+    """The ranks of each node. Nodes are in the order of their lowest ranks, so that the same division is always the
+    same value.
 
     Ranks 0 to 3 on one node and 4 to 7 on another: ``Nodes(((0, 1, 2, 3), (4, 5, 6, 7)))``.
     """
@@ -59,7 +60,11 @@ class Nodes:
     def __repr__(self) -> str:
         sizes = set(map(len, self.ranks))
         in_order = [rank for node in self.ranks for rank in node] == list(range(sum(map(len, self.ranks))))
-        return f"Nodes({len(self.ranks)} of {sizes.pop()} ranks)" if in_order and len(sizes) == 1 else f"Nodes({self.ranks})"
+        return (
+            f"Nodes({len(self.ranks)} of {sizes.pop()} ranks)"
+            if in_order and len(sizes) == 1
+            else f"Nodes({self.ranks})"
+        )
 
 
 class Crossings:
@@ -70,7 +75,9 @@ class Crossings:
         self._by_matrix: dict[ShardedMatrix, dict[tuple[int, int], tuple[int, int]]] = {}
 
     def of(self, sharded: ShardedMatrix, owner: int) -> int:
-        """Elements that the gather and the scatter send between nodes: the owner receives one replica and sends to all."""
+        """Elements that the gather and the scatter send between nodes: the owner receives one replica and sends to
+        all.
+        """
         return self._crossing(sharded)[sharded.holdings[owner][1], self.nodes.node_of(owner)][0]
 
     def fewest(self, sharded: ShardedMatrix) -> int:

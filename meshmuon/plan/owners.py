@@ -26,15 +26,18 @@ def assign_owners(
 ) -> list[int]:
     """The owner of each task; adds their costs to ``loads`` (rank → cost), which already has what is computed locally.
 
-    Each task goes to the least loaded rank that holds a piece of it. Two orders are tried: most expensive first, so that cheap
-    tasks even out the loads at the end; and fewest holders first, because these have the least choice. The order whose heaviest
-    rank is lighter wins. Ties go to the earlier task and to the lower rank. Every rank therefore finds the same owners.
+    Each task goes to the least loaded rank that holds a piece of it. Two orders are tried: most expensive first, so
+    that cheap tasks even out the loads at the end; and fewest holders first, because these have the least choice. The
+    order whose heaviest rank is lighter wins. Ties go to the earlier task and to the lower rank. Every rank therefore
+    finds the same owners.
 
-    On several nodes, equally loaded ranks are tried in another order as well: first those that keep most of the matrix on their
-    node. That wins if neither the heaviest rank nor the bytes between nodes become more. With ``spread``, of equally loaded ranks
-    the first of every node come first, then the second of every node: owners of large matrices then share no links of a node.
+    On several nodes, equally loaded ranks are tried in another order as well: first those that keep most of the matrix
+    on their node. That wins if neither the heaviest rank nor the bytes between nodes become more. With ``spread``, of
+    equally loaded ranks the first of every node come first, then the second of every node: owners of large matrices
+    then share no links of a node.
 
-    Costs 5, 4, 3, 3 and 3 over two ranks: 5 goes to rank 0, 4 to rank 1, then 3 to rank 1 (7), to rank 0 (8) and to rank 1 (10).
+    Costs 5, 4, 3, 3 and 3 over two ranks: 5 goes to rank 0, 4 to rank 1, then 3 to rank 1 (7), to rank 0 (8) and to
+    rank 1 (10).
     """
     if spread and tasks:  # an owner of a heavy matrix gets others only where no rank has less to do
         mean, heavy = sum(task.cost for task in tasks) / len(loads), heavy_tasks(tasks, len(loads))
@@ -45,10 +48,14 @@ def assign_owners(
     turns = dict.fromkeys(loads, 0)
     if spread and crossings is not None:
         nodes = crossings.nodes.ranks
-        turns = {r: (k - relay_for(n, len(node))) % len(node) for n, node in enumerate(nodes) for k, r in enumerate(node)}
+        turns = {
+            r: (k - relay_for(n, len(node))) % len(node) for n, node in enumerate(nodes) for k, r in enumerate(node)
+        }
     assignments = [_assign(tasks, order, dict(loads), None, turns) for order in orders]
     owners, loads_after = min(assignments, key=lambda assignment: _heaviest(assignment[1]))
-    if crossings is not None and any(crossings.depend_on_owner(sharded) for sharded in {task.sharded for task in tasks}):
+    if crossings is not None and any(
+        crossings.depend_on_owner(sharded) for sharded in {task.sharded for task in tasks}
+    ):
 
         def between(owners: Sequence[int]) -> float:
             itemsize_of: dict[tuple[ShardedMatrix, int], float] = {}  # thousands of tasks share a few hundred of these
@@ -57,7 +64,10 @@ def assign_owners(
                 itemsize_of[key] = itemsize_of.get(key, 0) + itemsize
             return sum(itemsize * crossings.of(sharded, owner) for (sharded, owner), itemsize in itemsize_of.items())
 
-        assignments = [(owners, loads_after), *(_assign(tasks, order, dict(loads), crossings, turns) for order in orders)]
+        assignments = [
+            (owners, loads_after),
+            *(_assign(tasks, order, dict(loads), crossings, turns) for order in orders),
+        ]
         # Not by the load first: floats of equal loads may differ in their last bit.
         scores = [(between(owners), _heaviest(with_them)) for owners, with_them in assignments]
         allowed = [k for k, score in enumerate(scores) if score[0] <= scores[0][0] and score[1] <= scores[0][1]]
@@ -110,9 +120,9 @@ def heavy_tasks(tasks: Sequence[Task], ranks: int) -> set[int]:
 def lightest_possible(costs: Sequence[float], ranks: int) -> float:
     """A lower bound of the heaviest rank's cost, for any assignment of whole matrices to ``ranks`` ranks.
 
-    It is the largest of: the mean; the most expensive matrix; and for each k, the sum of the k + 1 cheapest of the k·ranks + 1
-    most expensive matrices, since some rank has k + 1 of these. Costs 5, 4, 3, 3 and 3 over two ranks: the mean is 9, the most
-    expensive is 5, k = 1 gives 4 + 3, and k = 2 gives 3 + 3 + 3. The bound is 9.
+    It is the largest of: the mean; the most expensive matrix; and for each k, the sum of the k + 1 cheapest of the
+    k·ranks + 1 most expensive matrices, since some rank has k + 1 of these. Costs 5, 4, 3, 3 and 3 over two ranks: the
+    mean is 9, the most expensive is 5, k = 1 gives 4 + 3, and k = 2 gives 3 + 3 + 3. The bound is 9.
     """
     ordered = sorted(costs, reverse=True)
     sums = [0.0, *accumulate(ordered)]

@@ -14,7 +14,8 @@ from .report import describe, to_json
 from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PlannedParam, PlanOptions, Task
 from .waves import cut_into_waves
 
-_SHARED_BY_WAVES = 8  # buffers of a relayed exchange: sent and received, in its last two hops, of gathers and of scatters
+# buffers of a relayed exchange: sent and received, in its last two hops, of gathers and of scatters
+_SHARED_BY_WAVES = 8
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,11 @@ class Plan(PlanData):
         return to_json(self)
 
     def __post_init__(self) -> None:
-        """Raises unless each matrix has one owner for each copy that is computed separately, and waves and owners fit together.
+        """Raises unless each matrix has one owner for each copy that is computed separately, and waves and owners fit
+        together.
 
-        Every ``ShardedMatrix`` has checked that its pieces tile the matrix and that each rank holds one piece in one replica.
-        Sender and receiver of a piece therefore agree on it: both read the same ``ShardedMatrix``.
+        Every ``ShardedMatrix`` has checked that its pieces tile the matrix and that each rank holds one piece in one
+        replica. Sender and receiver of a piece therefore agree on it: both read the same ``ShardedMatrix``.
         """
         copies: list[list[list[ShardedMatrix]]] = [[[] for _ in range(param.count)] for param in self.params]
         for task in self.tasks:
@@ -65,14 +67,17 @@ def _check_copies(param: PlannedParam, copies: Sequence[Sequence[ShardedMatrix]]
             continue
         holders = sum(len(sharded.holdings) for sharded in computed)
         expected = sum(len(sharded_matrices[matrix].holdings) for sharded_matrices in layouts)
-        if holders != expected or (len(computed) > 1 and len({r for sharded in computed for r in sharded.holdings}) != holders):
+        if holders != expected or (
+            len(computed) > 1 and len({r for sharded in computed for r in sharded.holdings}) != holders
+        ):
             raise PlanError(f"{param.name}: matrix {matrix} has {expected} holders, the plan computes it for {holders}")
 
 
 def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     """Plans a step on ``params``; a pure function of its arguments.
 
-    ``own_matrices`` decides where each matrix is orthogonalised, ``exchange_in_waves`` how the pieces get there and back.
+    ``own_matrices`` decides where each matrix is orthogonalised, ``exchange_in_waves`` how the pieces get there and
+    back.
     """
     return checked(exchange_in_waves(own_matrices(params, options), options))
 
@@ -93,7 +98,9 @@ class OwnedMatrices:
 
 def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedMatrices:
     """Assigns an owner to every matrix that cannot stay where it is, given the load of those that can."""
-    ranks = tuple(sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks}))
+    ranks = tuple(
+        sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks})
+    )
     nodes = None if options.nodes is None else options.nodes.among(ranks)
     crossings = None if nodes is None else Crossings(nodes)
     staying, travelling = _tasks(params, options, crossings)
@@ -110,8 +117,8 @@ def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedM
 def exchange_in_waves(owned: OwnedMatrices, options: PlanOptions) -> PlanData:
     """Divides the matrices that travel into waves that fit the memory budget.
 
-    Where a rank would then have too many peers, exchanges between nodes go through relays, whose buffers may leave room for fewer
-    waves in flight.
+    Where a rank would then have too many peers, exchanges between nodes go through relays, whose buffers may leave room
+    for fewer waves in flight.
     """
     if options.nodes is not None:
         options = replace(options, nodes=options.nodes.among(owned.ranks))
@@ -123,15 +130,17 @@ def exchange_in_waves(owned: OwnedMatrices, options: PlanOptions) -> PlanData:
     plan = PlanData(owned.ranks, owned.params, (*owned.staying, *in_waves), wave_lanes, options)
     if options.max_peers is None or plan.most_peers <= options.max_peers:
         return plan if options.max_peers is None else replace(plan, options=replace(options, max_peers=None))
-    # The bound has room for buffers between hops as well: as much again for the first hop of every wave in flight, and for those
-    # that all waves share.
+    # The bound has room for buffers between hops as well: as much again for the first hop of every wave in flight, and
+    # for those that all waves share.
     bound = 4 * options.budget * most + _SHARED_BY_WAVES * options.budget
     while in_flight > 2 and options.chunk_size <= 0 and max(plan.buffers(in_flight).values()) > bound:
         in_flight -= 1
     return plan if in_flight == options.in_flight else replace(plan, options=replace(options, in_flight=in_flight))
 
 
-def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None) -> tuple[list[Task], list[Task]]:
+def _tasks(
+    params: Sequence[PlannedParam], options: PlanOptions, crossings: Crossings | None
+) -> tuple[list[Task], list[Task]]:
     """Tasks whose matrices stay where they are, and tasks that need an owner: one for all replicas, or one for each."""
     staying: list[Task] = []
     travelling: list[Task] = []
@@ -154,7 +163,9 @@ def _tasks(params: Sequence[PlannedParam], options: PlanOptions, crossings: Cros
     return staying, travelling
 
 
-def _replicas_share_owner(param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions, crossings: Crossings | None) -> bool:
+def _replicas_share_owner(
+    param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions, crossings: Crossings | None
+) -> bool:
     if param.private or options.replicas != "auto":
         return options.replicas == "share" and not param.private
     if param.share is not None:

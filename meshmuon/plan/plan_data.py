@@ -1,4 +1,6 @@
-"""A plan as plain data, equal on all ranks except for parameters that only one rank knows, and the figures that follow."""
+"""A plan as plain data, equal on all ranks except for parameters that only one rank knows, and the figures that
+follow.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,16 @@ from .waves import Footprint
 class PlanData:
     """Owners and waves of all matrices. ``routes_of`` derives from them what each rank sends.
 
-    An (18, D) matrix over 8 ranks: ranks 0 to 5 hold 3 rows each, ranks 6 and 7 none. Its task has one owner among ranks 0 to 5,
-    say rank 2. In its wave the other five holders send their rows to rank 2, and get their rows of the result back from it.
+    An (18, D) matrix over 8 ranks: ranks 0 to 5 hold 3 rows each, ranks 6 and 7 none. Its task has one owner among
+    ranks 0 to 5, say rank 2. In its wave the other five holders send their rows to rank 2, and get their rows of the
+    result back from it.
 
     Attributes:
         ranks: all ranks that take part, in ascending order.
         params: the parts: parameters, and each matrix of a fused one.
         tasks: the matrices.
-        wave_lanes: for each wave, the device type, dtype on the wire and dtype of the update that its matrices have in common.
-        options: the options that it was made with.
+        wave_lanes: for each wave, the device type, dtype on the wire and dtype of the update that its matrices have in
+        common. options: the options that it was made with.
     """
 
     ranks: tuple[int, ...]
@@ -48,7 +51,9 @@ class PlanData:
         """The pieces of its result that task ``index`` scatters, each to all of its holders."""
         task = self.tasks[index]
         targets = ((piece, rank) for piece in task.sharded.pieces for rank in piece.holders if rank != task.owner)
-        return [PieceTransfer(index, task.owner, rank, piece) for piece, rank in targets] if task.wave != NO_WAVE else []
+        return (
+            [PieceTransfer(index, task.owner, rank, piece) for piece, rank in targets] if task.wave != NO_WAVE else []
+        )
 
     @cached_property
     def loads(self) -> dict[int, float]:
@@ -96,7 +101,9 @@ class PlanData:
 
     @cached_property
     def bytes_copied(self) -> dict[int, int]:
-        """Rank → bytes that it copies between its device and host memory in a step, for weights that are in host memory."""
+        """Rank → bytes that it copies between its device and host memory in a step, for weights that are in host
+        memory.
+        """
         return copied_bytes(self.ranks, self.params, self.tasks)
 
     @property
@@ -190,7 +197,9 @@ class PlanData:
 
 
 def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix, float]]) -> None:
-    """Adds what every holder computes for itself; summed per ``ShardedMatrix`` first, which may have thousands of holders."""
+    """Adds what every holder computes for itself; summed per ``ShardedMatrix`` first, which may have thousands of
+    holders.
+    """
     total: dict[ShardedMatrix, float] = {}
     for sharded, amount in costs:
         total[sharded] = total.get(sharded, 0.0) + amount
@@ -200,7 +209,9 @@ def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix
 
 
 def copied_bytes(ranks: Iterable[int], params: Sequence[PlannedParam], tasks: Iterable[Task]) -> dict[int, int]:
-    """Rank → bytes to its device and back, of what it holds of staged parameters. The same for every choice of owners."""
+    """Rank → bytes to its device and back, of what it holds of staged parameters. The same for every choice of
+    owners.
+    """
     # Thousands of tasks share a ``ShardedMatrix``, which may have thousands of holders.
     staged = Counter((task.sharded, params[task.param].wire) for task in tasks if params[task.param].staged)
     copied = dict.fromkeys(ranks, 0)

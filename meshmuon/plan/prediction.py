@@ -28,8 +28,8 @@ def step_timeline(
 ) -> Timeline:
     """The timeline of a step of ``Muon`` or, with ``averages``, of ``DistMuon``, by ``rates``.
 
-    ``adamw_elements`` has, by rank, the elements that AdamW steps, ``launches`` the kernels that each rank's host issues; without
-    them the host takes no time. ``peers`` is what ``count_peers`` returned, if it was called.
+    ``adamw_elements`` has, by rank, the elements that AdamW steps, ``launches`` the kernels that each rank's host
+    issues; without them the host takes no time. ``peers`` is what ``count_peers`` returned, if it was called.
     """
     per_element = rates.seconds_per_element("adamw")
     adamw = [per_element * adamw_elements.get(rank, 0) for rank in plan.ranks]
@@ -46,8 +46,8 @@ class _Seconds:
         momentum, update, copy = map(machine.seconds_per_element, ("momentum", "update", "copy"))
         replicas = len(plan.ranks)
         if averages:
-            # Holders copy gradients into the buffer and weights out of it. Owners add up the gradients of all ranks, step, and
-            # copy the new weights for every other rank.
+            # Holders copy gradients into the buffer and weights out of it. Owners add up the gradients of all ranks,
+            # step, and copy the new weights for every other rank.
             self._per_held = copy, copy
             self._per_owned = momentum + update + 2 * replicas * copy
         else:
@@ -158,7 +158,9 @@ class _Seconds:
             # Rates of several nodes have an exchange between nodes, and this plan is on one.
             whole = inside = between = whole if self._machine.between is None else inside
         latency = whole.seconds * len(hops)
-        total = [latency + self._machine.seconds_per_peer * count for count in peers] or [latency] * len(self._plan.ranks)
+        total = [latency + self._machine.seconds_per_peer * count for count in peers] or [latency] * len(
+            self._plan.ranks
+        )
         for hop in hops:
             inward = self._moved(hop.sent_inside, hop.received_inside, inside)
             outward = self._moved(hop.sent_between, hop.received_between, between)
@@ -166,7 +168,9 @@ class _Seconds:
         return total
 
     def _moved(self, sent: Sequence[int], received: Sequence[int], link: LinkRate) -> list[float]:
-        """Seconds on a link, as it was measured, sending and receiving equally much: cores do both in turn, links at once."""
+        """Seconds on a link, as it was measured, sending and receiving equally much: cores do both in turn, links
+        at once.
+        """
         rate = link.bytes_per_second
         if self._on_cores:
             return [both / 2 / rate for both in map(add, sent, received)]

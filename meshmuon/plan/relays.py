@@ -1,8 +1,9 @@
 """Exchanges in two hops through one rank per pair of nodes, for plans that would need too many peers.
 
 One rank of node A collects all that A's ranks send to node B, and sends it in a single message to one rank of B, which
-distributes it. Different pairs of nodes use different ranks, which spreads the work over the node. Inside a node everything is
-sent directly. A rank then talks to the other ranks of its node and to one rank of each node that it relays for.
+distributes it. Different pairs of nodes use different ranks, which spreads the work over the node. Inside a node
+everything is sent directly. A rank then talks to the other ranks of its node and to one rank of each node that it
+relays for.
 
 With 8 ranks per node on 512 nodes an exchange among all has 4,095 peers per rank directly, and 7 + 64 through relays.
 """
@@ -25,16 +26,20 @@ Parcel: TypeAlias = "tuple[int, int]"
 
 @dataclass(frozen=True, slots=True)
 class HopRoutes:
-    """One of the exchanges that a parcel takes, as one rank sees it, in buffer order: by the other rank, then by parcel."""
+    """One of the exchanges that a parcel takes, as one rank sees it, in buffer order: by the other rank, then by
+    parcel.
+    """
 
     sent: tuple[tuple[int, Parcel], ...]  # the next rank of each parcel, not always its destination
     received: tuple[tuple[int, Parcel], ...]  # the previous rank of each parcel, not always its origin
 
 
 def relay_for(node: int, ranks: int) -> int:
-    """Which of the ``ranks`` of a node relays to and from ``node``: the sum of its digits in base ``ranks``, modulo ``ranks``.
+    """Which of the ``ranks`` of a node relays to and from ``node``: the sum of its digits in base ``ranks``, modulo
+    ``ranks``.
 
-    Groups of nodes are often strided: experts on nodes 0, 8, 16, … The last digit alone would give all of these to one rank.
+    Groups of nodes are often strided: experts on nodes 0, 8, 16, … The last digit alone would give all of these to one
+    rank.
     """
     total = 0
     while node and ranks > 1:
@@ -55,7 +60,9 @@ class Relays:
         return max(len(node) - 1 + -(-len(self._nodes.ranks) // len(node)) for node in self._nodes.ranks)
 
     def relays(self, parcel: Parcel) -> tuple[int, int] | None:
-        """The ranks that collect a parcel on its source's node and distribute it on its target's; None inside a node."""
+        """The ranks that collect a parcel on its source's node and distribute it on its target's; None inside a
+        node.
+        """
         source, target = self._nodes.node_of(parcel[0]), self._nodes.node_of(parcel[1])
         if source == target:
             return None
@@ -115,8 +122,9 @@ def count_hops(
 def relay_buffers(waves: Sequence[tuple[WaveHops, int]]) -> list[int]:
     """Bytes of the buffers between hops on every rank, from the hops of waves and the slots that they use.
 
-    Waves take turns in the buffers of the first hop of their slot. The other hops have one set of buffers for all gathers, and
-    one for all scatters, since only one of each is waited for at a time (``RelayMemory`` in ``execute/buffers.py``).
+    Waves take turns in the buffers of the first hop of their slot. The other hops have one set of buffers for all
+    gathers, and one for all scatters, since only one of each is waited for at a time (``RelayMemory`` in
+    ``execute/buffers.py``).
     """
     largest: dict[tuple[int | str, ...], list[int]] = {}
     for hops, slot in waves:
@@ -150,9 +158,9 @@ def _three_hops(exchange: ExchangeBytes, forwarded: _Relayed, arrived: _Relayed)
 class _RelayCounter:
     """Counts what relays do without listing the parcels.
 
-    Of a kind of matrices, holder h sends bytes(h) · count(o) to owner o of count(o) of them. A rank of node A therefore forwards
-    bytes(A) · count(B) for each node B that it relays for, and receives count(A) · bytes(B) from there: both sides are counted in
-    the same way, with holders and owners swapped.
+    Of a kind of matrices, holder h sends bytes(h) · count(o) to owner o of count(o) of them. A rank of node A therefore
+    forwards bytes(A) · count(B) for each node B that it relays for, and receives count(A) · bytes(B) from there: both
+    sides are counted in the same way, with holders and owners swapped.
     """
 
     def __init__(self, owners: WaveOwners, nodes: Nodes) -> None:
@@ -162,7 +170,9 @@ class _RelayCounter:
         self._relay_for = {size: [relay_for(node, size) for node in range(count)] for size in sizes}
 
     def to_owners(self, wave: int, *, gather: bool) -> tuple[_Relayed, _Relayed]:
-        """Forwarded and arrived bytes from holders to the owners of a wave: of the gather or, reversed, of the scatter."""
+        """Forwarded and arrived bytes from holders to the owners of a wave: of the gather or, reversed, of the
+        scatter.
+        """
         count = len(self._owners.position)
         forwarded, arrived = _Relayed([0] * count, [0] * count), _Relayed([0] * count, [0] * count)
         for number, owners in self._owners.owned[wave].items():
@@ -181,7 +191,8 @@ class _RelayCounter:
     def _add(self, relayed: _Relayed, near: Mapping[int, int], far: Mapping[int, int]) -> None:
         """Adds near(A) · far(B) to the rank of A that relays for B, over all pairs of nodes."""
         near_of_node, far_of_node = self._by_node(near), self._by_node(far)
-        served = {size: [0] * size for size in self._relay_for}  # size of A → rank of A → far(B) of all B that it relays for
+        # size of A → rank of A → far(B) of all B that it relays for
+        served = {size: [0] * size for size in self._relay_for}
         for size, relays in self._relay_for.items():
             for node, amount in far_of_node.items():
                 served[size][relays[node]] += amount

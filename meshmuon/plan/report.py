@@ -30,21 +30,26 @@ def describe(plan: PlanData) -> str:
     """The plan as text: totals, a table of the kinds of matrices, a table of ranks."""
     moving = sum(task.wave != NO_WAVE for task in plan.tasks)
     lines = [
-        f"{counted(moving, 'matrix', 'matrices')} with an owner and exchanged, {len(plan.tasks) - moving} computed where they "
-        f"are, over {counted(len(plan.ranks), 'rank')} in {counted(len(plan.wave_lanes), 'wave')}",
+        f"{counted(moving, 'matrix', 'matrices')} with an owner and exchanged, {len(plan.tasks) - moving} computed "
+        f"where they are, over {counted(len(plan.ranks), 'rank')} in {counted(len(plan.wave_lanes), 'wave')}",
         f"heaviest rank: {_balance(plan)}",
         f"sent per rank and step: {_most_and_mean(plan.bytes_sent)}; nothing is padded",
     ]
     nodes = plan.options.nodes
     if nodes is not None:
         share = sum(plan.bytes_between.values()) / max(1, sum(plan.bytes_sent.values()))
-        lines.append(f"between {counted(len(nodes.ranks), 'node')}: {_most_and_mean(plan.bytes_between)}, {share:.1%} of all")
+        lines.append(
+            f"between {counted(len(nodes.ranks), 'node')}: {_most_and_mean(plan.bytes_between)}, {share:.1%} of all"
+        )
     if nodes is not None and plan.relayed:
         lines.append(
-            f"in two hops between nodes: {plan.most_peers} peers per rank would be more than {plan.options.max_peers}, there are "
-            f"at most {Relays(nodes).most_peers}; relays send {_most_and_mean(plan.bytes_relayed)}, for others"
+            f"in two hops between nodes: {plan.most_peers} peers per rank would be more than "
+            f"{plan.options.max_peers}, there are at most {Relays(nodes).most_peers}; relays send "
+            f"{_most_and_mean(plan.bytes_relayed)}, for others"
         )
-    buffers = f"exchange buffers on rank {plan.ranks[0]}: {bytes_text(plan.buffer_bytes(plan.ranks[0]))}" if moving else ""
+    buffers = (
+        f"exchange buffers on rank {plan.ranks[0]}: {bytes_text(plan.buffer_bytes(plan.ranks[0]))}" if moving else ""
+    )
     lines += [
         buffers or "no exchange",
         "",
@@ -123,7 +128,9 @@ def _content(plan: PlanData) -> dict[str, Any]:
             {
                 "shape": list(layout.shape),
                 "mesh": meshes.setdefault(layout.mesh, len(meshes)),
-                "placements": [None if isinstance(p, Replicated) else [p.dim, p.split_factor] for p in layout.placements],
+                "placements": [
+                    None if isinstance(p, Replicated) else [p.dim, p.split_factor] for p in layout.placements
+                ],
             }
             for layout in layouts
         ],
@@ -171,7 +178,13 @@ def _kinds(plan: PlanData) -> list[tuple[str, ...]]:
 def _ranks(plan: PlanData) -> list[tuple[str, ...]]:
     mean = sum(plan.loads.values()) / max(1, len(plan.loads)) or 1.0
     return [
-        (str(r), str(plan.computed[r]), f"{plan.loads[r] / mean:.3f}", f"{plan.flops[r]:.3g}", bytes_text(plan.bytes_sent[r]))
+        (
+            str(r),
+            str(plan.computed[r]),
+            f"{plan.loads[r] / mean:.3f}",
+            f"{plan.flops[r]:.3g}",
+            bytes_text(plan.bytes_sent[r]),
+        )
         for r in plan.ranks[:_MOST_RANKS_SHOWN]
     ]
 

@@ -1,14 +1,16 @@
-"""One rank's view of a plan: the pieces that it sends and receives in each wave, in buffer order, and the sizes of the buffers.
+"""One rank's view of a plan: the pieces that it sends and receives in each wave, in buffer order, and the sizes of the
+buffers.
 
 A wave in flight has two buffers:
 
-- ``shards`` holds the pieces of this rank's shards: the gather sends from it, the scatter receives into it. Pieces that stay are
-  at its end. The scatter may overwrite it, because it starts only after the gather was waited for.
-- ``gathered`` holds pieces of the matrices that this rank owns: the gather receives into it, the scatter sends from it. Where
-  replicas share an owner, the owner sends more than it receives, and the scatter sends from a third buffer, ``results``; also
-  where results travel in another dtype.
+- ``shards`` holds the pieces of this rank's shards: the gather sends from it, the scatter receives into it. Pieces that
+  stay are at its end. The scatter may overwrite it, because it starts only after the gather was waited for.
+- ``gathered`` holds pieces of the matrices that this rank owns: the gather receives into it, the scatter sends from it.
+  Where replicas share an owner, the owner sends more than it receives, and the scatter sends from a third buffer,
+  ``results``; also where results travel in another dtype.
 
-An (8, D) matrix over ranks 0 to 3, owned by rank 1: ``shards`` has 2·D elements on every rank, ``gathered`` has 6·D on rank 1.
+An (8, D) matrix over ranks 0 to 3, owned by rank 1: ``shards`` has 2·D elements on every rank, ``gathered`` has 6·D on
+rank 1.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from .wire import Wire
 class WaveRoutes:
     """A wave as one rank sees it. Lists are in buffer order: by the other rank, then by task.
 
-    An (8, D) matrix in four pieces of 2 rows on ranks 0 to 3, owned by rank 1: on rank 1 ``gather_in`` and ``scatter_out`` list
-    the pieces of ranks 0, 2 and 3, and ``staying`` its own piece; on rank 3 ``gather_out`` and ``scatter_in`` list its piece.
+    An (8, D) matrix in four pieces of 2 rows on ranks 0 to 3, owned by rank 1: on rank 1 ``gather_in`` and
+    ``scatter_out`` list the pieces of ranks 0, 2 and 3, and ``staying`` its own piece; on rank 3 ``gather_out`` and
+    ``scatter_in`` list its piece.
     """
 
     gather_out: tuple[PieceTransfer, ...]  # pieces of this rank that go to their owners
@@ -70,8 +73,8 @@ def rank_routes(rank: int, gathers: Sequence[PieceTransfer], scatters: Sequence[
 
 
 def _by_peer(transfers: Iterable[PieceTransfer]) -> tuple[PieceTransfer, ...]:
-    # One end of every transfer is this rank: ordering by both ends orders by the other one. Each pair of ranks then lists the
-    # same tasks in the same order on both sides.
+    # One end of every transfer is this rank: ordering by both ends orders by the other one. Each pair of ranks then
+    # lists the same tasks in the same order on both sides.
     return tuple(sorted(transfers, key=lambda transfer: (transfer.source, transfer.target, transfer.task)))
 
 
@@ -98,6 +101,8 @@ def wave_sizes(routes: WaveRoutes, wire: Wire | None = None) -> WaveSizes:
 
 
 def slot_sizes(waves: Sequence[WaveSizes]) -> tuple[int, int, int]:
-    """Sizes of ``shards``, ``gathered`` and ``results`` that fit each of ``waves``, which use the slot one after the other."""
+    """Sizes of ``shards``, ``gathered`` and ``results`` that fit each of ``waves``, which use the slot one after
+    the other.
+    """
     shards, _, gathered, results = map(max, zip(WaveSizes(0, 0, 0, 0), *waves, strict=True))
     return shards, gathered, results

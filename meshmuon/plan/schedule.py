@@ -1,7 +1,7 @@
 """The order of work in a step, and the batches of matrices that are orthogonalised together.
 
-The order follows from a few counts, which are equal on all ranks. A batch has matrices of equal shape and treatment, within a
-memory budget.
+The order follows from a few counts, which are equal on all ranks. A batch has matrices of equal shape and treatment,
+within a memory budget.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ class Action(Enum):
 def pipeline_order(
     count: int, in_flight: int, *, gathered_ahead: int | None = None, first_sends_last: bool = False
 ) -> Iterator[tuple[Action, int]]:
-    """Every action of a step with ``count`` waves, and the wave that it belongs to (0 for ``LOCAL`` and ``DURING_LAST_SCATTER``).
+    """Every action of a step with ``count`` waves, and the wave that it belongs to (0 for ``LOCAL`` and
+    ``DURING_LAST_SCATTER``).
 
-    While one wave computes, the next ones gather and the ones before it scatter. Four waves, three in flight: gather 0, gather 1,
-    local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3.
+    While one wave computes, the next ones gather and the ones before it scatter. Four waves, three in flight: gather 0,
+    gather 1, local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter,
+    finish 1 to 3.
 
     Args:
         count: number of waves.
         in_flight: most waves between their first and their last exchange.
-        gathered_ahead: most waves that have sent their pieces and not computed; by default ``most_gathered_ahead(in_flight)``.
-        first_sends_last: wave 0, of few owners with long work, sends its results after all others and finishes last, so that no
-            other exchange stands behind that work. All waves must be in flight, and all gather before the first computes.
+        gathered_ahead: most waves that have sent their pieces and not computed; by default
+        ``most_gathered_ahead(in_flight)``. first_sends_last: wave 0, of few owners with long work, sends its results
+        after all others and finishes last, so that no
+            other exchange stands behind that work. All waves must be in flight, and all gather before the first
+            computes.
     """
     assert not first_sends_last or 2 <= count <= in_flight
     most_ahead = most_gathered_ahead(in_flight) if gathered_ahead is None else gathered_ahead
@@ -55,9 +59,12 @@ def pipeline_order(
         yield Action.COMPUTE, computed
         computed += 1
         yield from gather()
-        # Only a finished wave makes room for another. A wave is finished only when its buffers are needed, since its scatter may
-        # still be queued behind other exchanges. The wave that computed last is finished only if no other is ready to compute.
-        while gathered < count and gathered - computed < most_ahead and (computed - finished > 1 or gathered == computed):
+        # Only a finished wave makes room for another. A wave is finished only when its buffers are needed, since its
+        # scatter may still be queued behind other exchanges. The wave that computed last is finished only if no other
+        # is ready to compute.
+        while (
+            gathered < count and gathered - computed < most_ahead and (computed - finished > 1 or gathered == computed)
+        ):
             yield Action.FINISH, finished
             finished += 1
             yield from gather()
@@ -68,7 +75,9 @@ def pipeline_order(
         yield Action.FINISH, wave
 
 
-def gradient_read_order(waves: int, local_batches: int, in_flight: int, *, first_sends_last: bool = False) -> Iterator[int]:
+def gradient_read_order(
+    waves: int, local_batches: int, in_flight: int, *, first_sends_last: bool = False
+) -> Iterator[int]:
     """The order in which a step reads gradients.
 
     0 to ``waves`` − 1 are the waves, the numbers from ``waves`` on are the local batches.
@@ -83,8 +92,8 @@ def gradient_read_order(waves: int, local_batches: int, in_flight: int, *, first
 def most_gathered_ahead(in_flight: int) -> int:
     """Maximum number of waves that have sent their pieces and wait for their turn to compute.
 
-    Links serve exchanges in the order in which they were started. If all waves gathered at once, the first results would be
-    stuck behind them.
+    Links serve exchanges in the order in which they were started. If all waves gathered at once, the first results
+    would be stuck behind them.
     """
     return in_flight // 2 + 1
 
@@ -126,8 +135,8 @@ class Batch:
 def plan_batches(items: Sequence[BatchItem], *, budget: int, chunk_size: int = -1) -> tuple[Batch, ...]:
     """Groups all matrices of ``items`` into batches; every matrix is in exactly one.
 
-    Items of 3 and 2 matrices of one kind with ``chunk_size=2`` become three batches: matrix 0 of item 0, matrices 1 and 2 of
-    item 0, and matrices 0 and 1 of item 1.
+    Items of 3 and 2 matrices of one kind with ``chunk_size=2`` become three batches: matrix 0 of item 0, matrices 1 and
+    2 of item 0, and matrices 0 and 1 of item 1.
 
     A batch needs at most ``budget`` bytes, but a single larger matrix still gets a batch. With ``chunk_size`` -1
     a batch has as many matrices as the budget allows.

@@ -1,4 +1,6 @@
-"""What a plan is made from, parameters and options, and what it is made of: matrices as tasks, and pieces that travel."""
+"""What a plan is made from, parameters and options, and what it is made of: matrices as tasks, and pieces that
+travel.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ NO_WAVE = -1
 Replicas: TypeAlias = Literal["auto", "share", "repeat"]
 REPLICA_OPTIONS = get_args(Replicas)
 Heavy: TypeAlias = Literal["first", "aside"]
-"""Before an owner's other matrices; or, with all others of that owner, in a wave that gathers first and scatters last."""
+"""Before an owner's other matrices; or, with all others of that owner, in a wave that gathers first and scatters
+last.
+"""
 DEFAULT_IN_FLIGHT = 6
 DEFAULT_MAX_PEERS = 1024  # per rank and wave; beyond it, exchanges between nodes go through relays
 
@@ -33,10 +37,12 @@ class PlannedParam:
     name: str
     layouts: tuple[Layout, ...]  # how it lies on its mesh; several if sibling meshes have copies of it
     stack_dims: int  # leading dims that index the matrices: 0, or 1 for a stack of experts
-    lane: Hashable  # what must be equal for matrices to travel together: device types, dtype on the wire and dtype of the update
+    # what must be equal for matrices to travel together: device types, dtype on the wire and dtype of the update
+    lane: Hashable
     itemsize: int  # bytes per element on the wire to the owner; 1 is int8, with scales
     flops: int  # FLOPs of orthogonalising one of its matrices
-    share: bool | None = None  # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the cost model
+    # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the cost model
+    share: bool | None = None
     private: bool = False  # known to this rank alone (a plain tensor): neither balanced nor part of the digest
     window: Window | None = None  # which rows and columns of the parameter its matrices are; None for all of them
     staged: bool = False  # in host memory, while its matrices travel and are orthogonalised on a device
@@ -60,7 +66,10 @@ class PlannedParam:
 
     def __str__(self) -> str:
         layouts = "; ".join(map(str, self.layouts))
-        return f"{self.name}: {'×'.join(map(str, self.layouts[0].shape))} {layouts}, {self.lane}, {self.flops} FLOPs, {self.how}"
+        return (
+            f"{self.name}: {'×'.join(map(str, self.layouts[0].shape))} {layouts}, {self.lane}, {self.flops} FLOPs, "
+            f"{self.how}"
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -68,19 +77,22 @@ class PlanOptions:
     """The options that decide on a plan, together with the parameters.
 
     A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take
-    2 · ``budget`` · ``in_flight`` bytes: room for what it gathers and for as much of its own shards. Only the total is checked.
-    If even waves of one matrix per owner need more, they take that much; so do waves of a given ``chunk_size``.
-    Through relays the bound is twice that and 8 · ``budget``, and fewer waves are in flight if need be, at least two.
+    2 · ``budget`` · ``in_flight`` bytes: room for what it gathers and for as much of its own shards. Only the total is
+    checked. If even waves of one matrix per owner need more, they take that much; so do waves of a given
+    ``chunk_size``. Through relays the bound is twice that and 8 · ``budget``, and fewer waves are in flight if need be,
+    at least two.
     """
 
     cost: CostModel  # what work and traffic cost
-    replicas: str = "auto"  # "share" (one replica computes for all), "repeat" (each for itself) or "auto" (the cheaper one)
+    # "share" (one replica computes for all), "repeat" (each for itself) or "auto" (the cheaper one)
+    replicas: str = "auto"
     chunk_size: int = -1  # most matrices per wave over all ranks; -1 leaves it to ``budget`` and the overlap
     budget: int = 64 * 2**20  # bytes that an owner may gather per wave
-    in_flight: int = DEFAULT_IN_FLIGHT  # most waves between their first and last exchange; fewer where buffers would be too large
+    # most waves between their first and last exchange; fewer where buffers would be too large
+    in_flight: int = DEFAULT_IN_FLIGHT
     nodes: Nodes | None = None  # which ranks share a node; None if all do
-    # With more peers per wave than this, exchanges go in two hops through relays (``relays.py``). None: never. A finished plan
-    # has None here unless it uses relays.
+    # With more peers per wave than this, exchanges go in two hops through relays (``relays.py``). None: never. A
+    # finished plan has None here unless it uses relays.
     max_peers: int | None = None
     waves: int | None = None  # in which a lane is cut if they fit; None for as many as usually overlap well
     heavy: Heavy | None = None  # when an owner's most expensive matrices have their turn; None for an order by shape
@@ -99,8 +111,8 @@ class PlanOptions:
 class Task:
     """One matrix to orthogonalise.
 
-    A matrix that is cut into pieces, and that each replica computes for itself, is one task per replica. A matrix that every
-    holder has whole and computes for itself is one task, with the owner ``EVERY_HOLDER``.
+    A matrix that is cut into pieces, and that each replica computes for itself, is one task per replica. A matrix that
+    every holder has whole and computes for itself is one task, with the owner ``EVERY_HOLDER``.
     """
 
     param: PartIndex  # its part in ``Plan.params``

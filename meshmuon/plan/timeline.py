@@ -1,9 +1,10 @@
 """The timeline of a step: the waves of a plan in the order in which a step runs them, with times for every rank.
 
-A rank has a device that works and links that send. The links serve exchanges in the order in which they were started. An exchange
-begins when all ranks have started it, and ends for all of them when the slowest has ended: that is cautious where a few ranks
-have more to send than the others. On GPUs links and device work at the same time, and the device waits only for what it needs.
-On CPUs the cores that compute also copy what is sent and received, and this share of an exchange takes the rank's time.
+A rank has a device that works and links that send. The links serve exchanges in the order in which they were started.
+An exchange begins when all ranks have started it, and ends for all of them when the slowest has ended: that is cautious
+where a few ranks have more to send than the others. On GPUs links and device work at the same time, and the device
+waits only for what it needs. On CPUs the cores that compute also copy what is sent and received, and this share of an
+exchange takes the rank's time.
 """
 
 from __future__ import annotations
@@ -51,14 +52,17 @@ class StepSeconds:
     waves: tuple[WaveSeconds, ...]
     local: Seconds  # all work on matrices that stay where they are
     adamw: Seconds
-    host: Seconds  # before the first wave: looking at parameters, agreeing with the other ranks; 0 if the host runs ahead
-    busy: float  # share of an exchange that takes the device's time: 0 if links work by themselves, 1 if nothing is hidden
+    # before the first wave: looking at parameters, agreeing with the other ranks; 0 if the host runs ahead
+    host: Seconds
+    # share of an exchange that takes the device's time: 0 if links work by themselves, 1 if nothing is hidden
+    busy: float
     in_flight: int  # most waves between their first and their last exchange
     gathered_ahead: int | None = None  # as in ``pipeline_order``
     host_ahead: Seconds = ()  # of a host that issues work for its device: the step ends when both have ended
     launches: Sequence[int] = ()  # kernels that it issues; empty on CPU
     slower_beside_exchange: float = 0.0  # slowdown of orthogonalising while the links are busy, as a share
-    first_sends_last: bool = False  # as in ``pipeline_order``; a rank that owns nothing in a wave then does not hold it up
+    # as in ``pipeline_order``; a rank that owns nothing in a wave then does not hold it up
+    first_sends_last: bool = False
 
 
 class Phase(NamedTuple):
@@ -99,10 +103,10 @@ class Timeline:
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound for any order of these waves: on some rank the time of its links, its work and the exposed time of
-        the first gather and of the last scatter, or one of its waves from momentum to update, which run one after the other.
-        Local matrices and the momentum of other waves hide the first gather, AdamW and the updates of other waves the last
-        scatter.
+        """A lower bound for any order of these waves: on some rank the time of its links, its work and the exposed time
+        of the first gather and of the last scatter, or one of its waves from momentum to update, which run one after
+        the other. Local matrices and the momentum of other waves hide the first gather, AdamW and the updates of other
+        waves the last scatter.
         """
         step = self.work
         bound = max(step.host_ahead, default=0.0)
@@ -140,7 +144,8 @@ class Timeline:
 
     @cached_property
     def seconds_by_kind(self) -> dict[str, float]:
-        """Kind → seconds of the slowest rank, which add up to ``seconds``; exchanges that overlap with work are left out.
+        """Kind → seconds of the slowest rank, which add up to ``seconds``; exchanges that overlap with work are left
+        out.
 
         "wait" is for exchanges in flight, "others" for ranks that start them late.
         """
@@ -152,7 +157,9 @@ class Timeline:
             exchanges = [phase for phase in self.phases if self.overlaps and phase.kind in ON_LINKS]
             busy = [(min(phase.start), max(phase.end)) for phase in exchanges]
             waits = [span for span in self.spans(self.slowest) if span.kind == "wait"]
-            for_links = sum(max(0.0, min(end, span.end) - max(begin, span.start)) for span in waits for begin, end in busy)
+            for_links = sum(
+                max(0.0, min(end, span.end) - max(begin, span.start)) for span in waits for begin, end in busy
+            )
             by_kind |= {"wait": for_links, "others": max(0.0, waited - for_links)}
         behind = self.seconds - sum(by_kind.values())  # the host still issues work, and the device waits for it
         if behind > 1e-9 * self.seconds:
@@ -188,7 +195,8 @@ class Timeline:
 def timeline_of(step: StepSeconds) -> Timeline:
     walk = _Walk(step)
     walk.work("host", None, step.host)
-    # On links, where the order says so, only owners wait for a gather, and are waited for: the others send beside their work.
+    # On links, where the order says so, only owners wait for a gather, and are waited for: the others send beside their
+    # work.
     beside = step.first_sends_last and step.busy == 0.0
     owners = [[not beside or seconds > 0 for seconds in wave.orthogonalise] for wave in step.waves]
     order = pipeline_order(
@@ -252,5 +260,8 @@ class _Walk:
 
     def wait(self, kind: str, wave: int, waits: Iterable[object] = repeat(True)) -> None:
         arrival = self._arrivals[kind, wave]
-        start, self._now = self._now, [max(now, arrival) if by_it else now for now, by_it in zip(self._now, waits, strict=False)]
+        start, self._now = (
+            self._now,
+            [max(now, arrival) if by_it else now for now, by_it in zip(self._now, waits, strict=False)],
+        )
         self.phases.append(Phase("wait", wave, start, self._now))

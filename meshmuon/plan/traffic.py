@@ -1,7 +1,7 @@
 """Bytes, messages and peers of every rank in every exchange, counted without listing the transfers.
 
-Thousands of ranks fall into a few kinds by what they hold. What holders send is counted once per kind, owners one by one. All
-figures of bytes come from here: ``Plan.describe``, predictions, ``meshmuon plan``.
+Thousands of ranks fall into a few kinds by what they hold. What holders send is counted once per kind, owners one by
+one. All figures of bytes come from here: ``Plan.describe``, predictions, ``meshmuon plan``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class HeldPiece(NamedTuple):
 class RankKinds:
     """Ranks by what they hold of some matrices. Tens of thousands of matrices share a few hundred objects.
 
-    An (18, D) matrix over 8 ranks has one kind: ranks 0 to 5 hold 3·D elements. Ranks 6 and 7 hold nothing and have no kind.
+    An (18, D) matrix over 8 ranks has one kind: ranks 0 to 5 hold 3·D elements. Ranks 6 and 7 hold nothing and have no
+    kind.
     """
 
     def __init__(self, sharded_matrices: Iterable[tuple[ShardedMatrix, Wire]]) -> None:
@@ -74,7 +75,8 @@ class RankKinds:
         for kind_of_matrix in sharded_matrices:
             self.numbers.setdefault(kind_of_matrix, len(self.numbers))
         self.matrices = tuple(sharded for sharded, _ in self.numbers)
-        self.nbytes = [tuple(map(wire.of, sharded.pieces)) for sharded, wire in self.numbers]  # matrix → bytes of its pieces
+        # matrix → bytes of its pieces
+        self.nbytes = [tuple(map(wire.of, sharded.pieces)) for sharded, wire in self.numbers]
         held: dict[int, list[HeldPiece]] = {}
         for number, sharded in enumerate(self.matrices):
             # One object for all ranks with the same holdings: comparing kinds then compares addresses first.
@@ -101,7 +103,8 @@ class WaveOwners:
         self.matrices = self.kinds.matrices
         # Wave → number of a matrix → owner → how many such matrices it has.
         self.owned: list[dict[int, Counter[int]]] = [{} for _ in range(waves)]
-        self.counts: list[Counter[int]] = [Counter() for _ in range(waves)]  # wave → number of a matrix → tasks that share it
+        # wave → number of a matrix → tasks that share it
+        self.counts: list[Counter[int]] = [Counter() for _ in range(waves)]
         for task in moving:
             number = self.kinds.numbers[task.sharded, wires[task.param]]
             self.counts[task.wave][number] += 1
@@ -131,7 +134,9 @@ class _TrafficCounter:
         self._mates: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for number, sharded in enumerate(owners.matrices if nodes else ()):
             for rank, (piece, replica) in sharded.holdings.items():
-                self._mates.setdefault((number, self._node_of(rank)), []).append((owners.position[rank], piece, replica))
+                self._mates.setdefault((number, self._node_of(rank)), []).append(
+                    (owners.position[rank], piece, replica)
+                )
 
     def wave(self, wave: int) -> WaveTraffic:
         gather = self._to_owners(wave, gather=True)
@@ -166,7 +171,9 @@ class _TrafficCounter:
         sent = list(map(sub, self._by_rank(by_kind), staying))
         if self._nodes is None:
             return ExchangeBytes(sent, sent_near, received, received_near)
-        return ExchangeBytes(sent_near, list(map(sub, sent, sent_near)), received_near, list(map(sub, received, received_near)))
+        return ExchangeBytes(
+            sent_near, list(map(sub, sent, sent_near)), received_near, list(map(sub, received, received_near))
+        )
 
     def _node_of(self, rank: int) -> int:
         return 0 if self._nodes is None else self._nodes.node_of(rank)
@@ -182,7 +189,8 @@ class PeerCounter:
     def __init__(self, owners: WaveOwners) -> None:
         self._owners = owners
         numbers: dict[frozenset[int], int] = {}
-        self._set_of: dict[tuple[int, int | None], int] = {}  # (matrix, replica; None for all) → number of its set of holders
+        # (matrix, replica; None for all) → number of its set of holders
+        self._set_of: dict[tuple[int, int | None], int] = {}
         for number, sharded in enumerate(owners.matrices):
             everyone = numbers.setdefault(frozenset(sharded.holdings), len(numbers))
             self._set_of[number, None] = self._set_of[number, 0] = everyone
@@ -204,10 +212,11 @@ class PeerCounter:
         return max((max(self.count([wave])[0], default=0) for wave in waves), default=0)
 
     def count(self, waves: Iterable[int], *, gather: bool = False) -> tuple[list[int], int]:
-        """Peers of every rank over ``waves``, in the order of the ranks, and pairs of ranks of which one sends to the other.
+        """Peers of every rank over ``waves``, in the order of the ranks, and pairs of ranks of which one sends to the
+        other.
 
-        In the gather each owner's own replica contributes; the scatter reaches all replicas. Ranks that hold pieces in the same
-        sets, and own matrices in the same ones of these, have the same number of peers.
+        In the gather each owner's own replica contributes; the scatter reaches all replicas. Ranks that hold pieces in
+        the same sets, and own matrices in the same ones of these, have the same number of peers.
         """
         owners: dict[int, set[int]] = {}  # number of a set of holders → the owners that they talk to
         for wave in waves:

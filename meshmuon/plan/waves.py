@@ -24,11 +24,12 @@ def cut_into_waves(
 ) -> tuple[list[Task], tuple[Hashable, ...], int]:
     """The tasks with their waves, the lane of each wave, and the number of waves in flight.
 
-    Each lane has its own waves. Every owner's matrices are spread over the waves of a lane in the same proportions by cost, so
-    that ranks have work at the same time. No other wave computes during the first gather and the last scatter, so the first and
-    the last wave are small: six waves have 1/12, 2/12, 3/12, 3/12, 2/12 and 1/12 of each owner's cost.
+    Each lane has its own waves. Every owner's matrices are spread over the waves of a lane in the same proportions by
+    cost, so that ranks have work at the same time. No other wave computes during the first gather and the last scatter,
+    so the first and the last wave are small: six waves have 1/12, 2/12, 3/12, 3/12, 2/12 and 1/12 of each owner's cost.
 
-    If the buffers of some rank then exceed their bound, the first of these that fits is taken, and the last one if none does:
+    If the buffers of some rank then exceed their bound, the first of these that fits is taken, and the last one if none
+    does:
 
     1. fewer waves in flight, but at least four;
     2. more and smaller waves;
@@ -38,9 +39,9 @@ def cut_into_waves(
 
     Where ``chunk_size`` is given, it alone decides.
 
-    An owner's matrices are in order of shape or, if ``heavy`` is "first", of cost. If it is "aside", owners of a matrix that
-    costs half of a rank's average or more have all of theirs in wave 0, and the others have theirs in the other waves; not
-    where a wave has one matrix per owner.
+    An owner's matrices are in order of shape or, if ``heavy`` is "first", of cost. If it is "aside", owners of a matrix
+    that costs half of a rank's average or more have all of theirs in wave 0, and the others have theirs in the other
+    waves; not where a wave has one matrix per owner.
     """
     lanes: dict[Hashable, list[int]] = {}  # lane → its tasks
     for k, task in enumerate(tasks):
@@ -75,7 +76,9 @@ def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions) -> tuple
     if fits(one_per_owner, most):
         counts = [max(cutter.usual_count, most) for cutter in cutters]
         while any(count < cutter.longest for count, cutter in zip(counts, cutters, strict=True)):
-            counts = [cutter.within_budget(count + 1 + count // 8) for count, cutter in zip(counts, cutters, strict=True)]
+            counts = [
+                cutter.within_budget(count + 1 + count // 8) for count, cutter in zip(counts, cutters, strict=True)
+            ]
             finer = [cutter.cut(count) for count, cutter in zip(counts, cutters, strict=True)]
             if fits(finer, most):
                 return finer, most
@@ -89,16 +92,20 @@ def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions) -> tuple
 
 
 class _LaneCutter:
-    """Cuts the matrices of one lane into waves, in several ways. A cut lists the wave of each task, in the order of ``tasks``."""
+    """Cuts the matrices of one lane into waves, in several ways. A cut lists the wave of each task, in the order of
+    ``tasks``.
+    """
 
     def __init__(self, tasks: Sequence[Task], param: PlannedParam, options: PlanOptions) -> None:
         self._tasks, self._options = tasks, options
         # What an owner gathers, its own piece included; the wire is the same for the whole lane.
         whole = {
-            sharded: sum(bytes_of(piece, param.itemsize) for piece in sharded.pieces) for sharded in {t.sharded for t in tasks}
+            sharded: sum(bytes_of(piece, param.itemsize) for piece in sharded.pieces)
+            for sharded in {t.sharded for t in tasks}
         }
         self._nbytes = [whole[task.sharded] for task in tasks]
-        # Matrices of equal shape are best orthogonalised together. Shapes are sorted as text; another order would change plans.
+        # Matrices of equal shape are best orthogonalised together. Shapes are sorted as text; another order would
+        # change plans.
         shapes = [repr((task.sharded.rows, task.sharded.cols)) for task in tasks]
         first = [-task.cost if options.heavy == "first" else 0.0 for task in tasks]
         self.queues: dict[int, list[int]] = {}  # owner → indices of its tasks, in the order in which they get waves
@@ -167,8 +174,8 @@ class _LaneCutter:
     def in_two_turns(self) -> list[int]:
         """One matrix per owner and wave, one half of the owners in even and the other in odd waves.
 
-        With two waves in flight an owner needs memory for a matrix in only one of the two slots. While one half of the owners
-        computes, the other half may gather or scatter.
+        With two waves in flight an owner needs memory for a matrix in only one of the two slots. While one half of the
+        owners computes, the other half may gather or scatter.
         """
         waves = [0] * len(self._tasks)
         for position, queue in enumerate(self.queues.values()):
@@ -193,8 +200,8 @@ def _without_gaps(waves: list[int]) -> list[int]:
 class Footprint:
     """The size of the buffers of one lane on every rank, for any cut into waves.
 
-    ``routes.py`` names the buffers. A rank's ``shards`` holds its piece of every matrix of the wave, regardless of the owner, and
-    is counted once for each kind of ranks.
+    ``routes.py`` names the buffers. A rank's ``shards`` holds its piece of every matrix of the wave, regardless of the
+    owner, and is counted once for each kind of ranks.
     """
 
     def __init__(self, tasks: Sequence[Task], wire: Wire) -> None:
@@ -241,7 +248,9 @@ class Footprint:
 
 
 def _slots(nbytes: Mapping[tuple[int, int], int], in_flight: int) -> Counter[int]:
-    """Bytes of all slots of each rank, or kind of ranks: a slot is as large as the largest wave that takes a turn in it."""
+    """Bytes of all slots of each rank, or kind of ranks: a slot is as large as the largest wave that takes a turn
+    in it.
+    """
     largest: dict[tuple[int, int], int] = {}
     for (rank, wave), size in nbytes.items():
         slot = rank, wave % in_flight

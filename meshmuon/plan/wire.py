@@ -1,7 +1,7 @@
 """How many bytes a piece has on the wire: elements of a dtype, or int8 with a scale for each block.
 
-A block is 128 consecutive elements of a row of the whole matrix; ``execute/int8.py`` says what the scales are. A piece travels as
-its elements, followed by the scales of the blocks that it touches.
+A block is 128 consecutive elements of a row of the whole matrix; ``execute/int8.py`` says what the scales are. A piece
+travels as its elements, followed by the scales of the blocks that it touches.
 """
 
 from __future__ import annotations

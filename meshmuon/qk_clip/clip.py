@@ -1,10 +1,10 @@
 """QK-clip: after a step, scales down the rows of Wq and Wk of heads whose attention logits have grown too large.
 
-For a head whose largest logit exceeds the threshold, γ = threshold / logit; for all others γ = 1. The head's rows of Wq and of Wk
-are multiplied by √γ, so its logits become γ times what they were.
+For a head whose largest logit exceeds the threshold, γ = threshold / logit; for all others γ = 1. The head's rows of Wq
+and of Wk are multiplied by √γ, so its logits become γ times what they were.
 
-Which rows belong to which head is worked out once per layout, from global row numbers, as one index tensor per device. A step
-then takes one gather of factors and one multiplication per local tensor. The host never waits for a device.
+Which rows belong to which head is worked out once per layout, from global row numbers, as one index tensor per device.
+A step then takes one gather of factors and one multiplication per local tensor. The host never waits for a device.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ class _Bucket:
     sizes: list[int]  # number of rows of each local tensor
     heads_of_logits: Tensor  # (2 · logits,): the query head of each logit, then the key head of each
     head_count: int  # query and key heads of all layers
-    slots: Tensor  # (sum of sizes,): for each row of the local tensors, one tensor after the other, the index of its factor
+    # (sum of sizes,): for each row of the local tensors, one tensor after the other, the index of its factor
+    slots: Tensor
     dtype: torch.dtype  # in which factors are computed
 
 
 class QKClip:
-    """Scales rows of query and key projections after a step. Without a ``clip_config`` (docs/qk_clip.md) it refuses logits."""
+    """Scales rows of query and key projections after a step. Without a ``clip_config`` (docs/qk_clip.md) it refuses
+    logits.
+    """
 
     def __init__(self, clip_config: Mapping[str, Any] | None) -> None:
-        given = None if isinstance(clip_config, Mapping) and not clip_config else clip_config  # an empty mapping turns it off
+        # an empty mapping turns it off
+        given = None if isinstance(clip_config, Mapping) and not clip_config else clip_config
         self._config = None if given is None else read_clip_config(given)
         self._given = None if given is None else dict(given)
         self._records: Sequence[ParamRecord] | None = None  # a step replaces them whenever a parameter changes
@@ -63,7 +67,9 @@ class QKClip:
 
     @property
     def nonfinite_logits(self) -> int:
-        """Number of logits so far that were +∞ or NaN; their heads were not scaled. On a GPU, reading it waits for the device."""
+        """Number of logits so far that were +∞ or NaN; their heads were not scaled. On a GPU, reading it waits for
+        the device.
+        """
         return int(self._nonfinite)
 
     def check(self, params: Sequence[ParamRecord], qk_logits: Mapping[LayerKey, Tensor] | None) -> None:
@@ -79,8 +85,8 @@ class QKClip:
         config, qk_logits = self._config, ordered(qk_logits)
         if not qk_logits:
             raise ConfigError(
-                "qk_logits is empty, so nothing would be clipped. If it comes from MaxLogits.collect(), no forward has run "
-                "inside collecting(). For a step without clipping pass None."
+                "qk_logits is empty, so nothing would be clipped. If it comes from MaxLogits.collect(), no forward "
+                "has run inside collecting(). For a step without clipping pass None."
             )
         if params is not self._records:
             self._records, self._projections, self._key = params, find_projections(params, config), None
@@ -99,7 +105,10 @@ class QKClip:
 
     @torch.no_grad()
     def apply(
-        self, params: Sequence[ParamRecord], qk_logits: Mapping[LayerKey, Tensor] | None, skip_mask: Tensor | None = None
+        self,
+        params: Sequence[ParamRecord],
+        qk_logits: Mapping[LayerKey, Tensor] | None,
+        skip_mask: Tensor | None = None,
     ) -> Mapping[LayerKey, Tensor] | None:
         """Scales the rows of all heads whose logit exceeds the threshold, unless ``skip_mask`` is true.
 
@@ -158,8 +167,8 @@ def _local_rows(record: ParamRecord) -> Tensor:
         return torch.zeros(0, dtype=torch.long)
     if tuple(map(length, held)) != record.local_shape:
         raise PlanError(
-            f"{name} is on {layout_text(name, record.param)}, but this rank holds {record.local_shape}: its shards are not what "
-            "its placements say."
+            f"{name} is on {layout_text(name, record.param)}, but this rank holds {record.local_shape}: its shards "
+            "are not what its placements say."
         )
     return torch.cat([torch.arange(start, stop) for start, stop in held[0]])
 

@@ -1,7 +1,7 @@
 """The largest attention logit of each head, exactly, without storing the logits of all heads and positions at once.
 
-A logit is (q·k)·scale for a query and a key that the mask does not hide. Products are computed for one block of queries at a
-time, in float32 regardless of the dtype of q and k (in float64 for float64 inputs).
+A logit is (q·k)·scale for a query and a key that the mask does not hide. Products are computed for one block of queries
+at a time, in float32 regardless of the dtype of q and k (in float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from ..errors import ConfigError
 
 DEFAULT_BLOCK_BYTES = 64 * 2**20
 _MASKED = -1e4
-"""A value of an additive mask that hides a key: this or less (−10000, −1e9, a dtype's lowest number, −∞). More is a bias."""
+"""A value of an additive mask that hides a key: this or less (−10000, −1e9, a dtype's lowest number, −∞). More is a
+bias.
+"""
 
 
 @torch.no_grad()
 def head_maxima(
     q: Tensor, k: Tensor, *, causal: bool, scale: float | None = None, mask: Tensor | None = None, block_bytes: int
 ) -> Tensor:
-    """The largest logit of each query head over the batch and all positions, (heads,); −∞ for a head without visible keys.
+    """The largest logit of each query head over the batch and all positions, (heads,); −∞ for a head without visible
+    keys.
 
-    q is (..., heads, queries, dim), k is (..., key heads, keys, dim): dims before the heads are the batch, and each key head
-    serves an equal group of consecutive query heads. ``causal``, ``scale`` and ``mask`` are those of ``MaxLogits.observe``. A
-    mask's numbers above −10000 are ignored, since scaling Wq and Wk does not change them.
+    q is (..., heads, queries, dim), k is (..., key heads, keys, dim): dims before the heads are the batch, and each key
+    head serves an equal group of consecutive query heads. ``causal``, ``scale`` and ``mask`` are those of
+    ``MaxLogits.observe``. A mask's numbers above −10000 are ignored, since scaling Wq and Wk does not change them.
     """
     q, k, mask = _four_dims(q, k, mask)
     batch, heads, queries, dim = q.shape
@@ -62,14 +65,20 @@ def head_maxima(
 
 
 def _multiplied_as_they_are(q: Tensor, k: Tensor) -> bool:
-    """Whether the device multiplies numbers of 16 bits exactly and adds up in float32; elsewhere they are converted first."""
+    """Whether the device multiplies numbers of 16 bits exactly and adds up in float32; elsewhere they are converted
+    first.
+    """
     return q.is_cuda and q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float16)
 
 
 def _four_dims(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q and k as (batch, heads, positions, dim), and the mask as (batch, heads, queries, keys); views wherever possible."""
+    """q and k as (batch, heads, positions, dim), and the mask as (batch, heads, queries, keys); views wherever
+    possible.
+    """
     if min(q.dim(), k.dim()) < 3 or q.shape[-1] != k.shape[-1]:
-        raise ConfigError(f"MaxLogits: q {tuple(q.shape)} and k {tuple(k.shape)} must both be (batch, heads, positions, dim).")
+        raise ConfigError(
+            f"MaxLogits: q {tuple(q.shape)} and k {tuple(k.shape)} must both be (batch, heads, positions, dim)."
+        )
     if not k.shape[-3] or q.shape[-3] % k.shape[-3]:
         raise ConfigError(f"MaxLogits: {q.shape[-3]} query heads cannot share {k.shape[-3]} key heads equally.")
     batch: tuple[int, ...] = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])  # type: ignore[no-untyped-call]
@@ -78,7 +87,11 @@ def _four_dims(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
         try:
             mask = mask.expand(logits_shape)
         except RuntimeError:
-            raise ConfigError(f"MaxLogits: the mask {tuple(mask.shape)} does not expand to the logits {logits_shape}.") from None
+            raise ConfigError(
+                f"MaxLogits: the mask {tuple(mask.shape)} does not expand to the logits {logits_shape}."
+            ) from None
         mask = mask.reshape(math.prod(batch), *logits_shape[-3:])
-    q, k = (tensor.expand(*batch, *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:]) for tensor in (q, k))
+    q, k = (
+        tensor.expand(*batch, *tensor.shape[-3:]).reshape(math.prod(batch), *tensor.shape[-3:]) for tensor in (q, k)
+    )
     return q, k, mask

@@ -1,4 +1,6 @@
-"""The logits that a user passes to a step: checked, in the same order on all ranks, and gathered if they are DTensors."""
+"""The logits that a user passes to a step: checked, in the same order on all ranks, and gathered if they are
+DTensors.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def check_logits(qk_logits: Any) -> None:
             raise ConfigError(f"qk_logits: the layer {layer!r} must be a number or the name of a module.")
         if not isinstance(logits, Tensor) or logits.dim() != 1 or logits.is_complex():
             what = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-            raise ConfigError(f"qk_logits: layer {layer!r} needs a tensor of one dim, the largest logit per head, got {what}.")
+            raise ConfigError(
+                f"qk_logits: layer {layer!r} needs a tensor of one dim, the largest logit per head, got {what}."
+            )
         if (sharded := as_dtensor(logits)) is not None:
             _layout(layer, sharded)
 
@@ -49,14 +53,17 @@ def logits_text(qk_logits: Any) -> str:
         return "no qk_logits"
     if not isinstance(qk_logits, Mapping):
         return f"qk_logits={type(qk_logits).__name__}"
-    return "qk_logits of " + ", ".join(f"{layer!r}: {_shape_text(logits)}" for layer, logits in ordered(qk_logits).items())
+    return "qk_logits of " + ", ".join(
+        f"{layer!r}: {_shape_text(logits)}" for layer, logits in ordered(qk_logits).items()
+    )
 
 
 def whole_logits(qk_logits: Mapping[LayerKey, Tensor]) -> list[Tensor]:
     """The logits of every layer as plain tensors of all heads.
 
-    One all-reduce (maximum) per mesh assembles DTensors from the shards of all ranks, and also reduces ``Partial("max")``.
-    ``full_tensor`` would need one gather per layer and axis, and fails on logits that axes divide unevenly.
+    One all-reduce (maximum) per mesh assembles DTensors from the shards of all ranks, and also reduces
+    ``Partial("max")``. ``full_tensor`` would need one gather per layer and axis, and fails on logits that axes divide
+    unevenly.
     """
     plain = {layer: logits.detach() for layer, logits in qk_logits.items() if as_dtensor(logits) is None}
     by_mesh: dict[DeviceMesh, dict[LayerKey, DTensor]] = {}
@@ -101,14 +108,17 @@ def _padded_shard(layer: LayerKey, logits: DTensor) -> Tensor:
 
 
 def _layout(layer: LayerKey, logits: DTensor) -> Layout:
-    """The layout of the logits. ``Partial("max")`` counts as replicated, since the all-reduce takes the maximum anyway."""
+    """The layout of the logits. ``Partial("max")`` counts as replicated, since the all-reduce takes the maximum
+    anyway.
+    """
     from torch.distributed.tensor import Partial, Replicate
 
     placements = []
     for placement in logits.placements:
         if isinstance(placement, Partial) and placement.reduce_op != "max":
             raise ConfigError(
-                f"qk_logits: layer {layer!r} has the placements {logits.placements}, but the largest logits are not sums or "
+                f"qk_logits: layer {layer!r} has the placements {logits.placements}, but the largest logits are not "
+                "sums or "
                 'means. Use Partial("max") for maxima that are not reduced yet.'
             )
         placements.append(Replicate() if isinstance(placement, Partial) else placement)
@@ -116,7 +126,9 @@ def _layout(layer: LayerKey, logits: DTensor) -> Layout:
     check_cuts(name, logits)
     layouts = layouts_of(name, tuple(logits.shape), placements, siblings(logits.device_mesh), this_rank)
     if not layouts:
-        raise ConfigError(f"qk_logits: this rank is not on the mesh of the logits of layer {layer!r}: pass it plain logits.")
+        raise ConfigError(
+            f"qk_logits: this rank is not on the mesh of the logits of layer {layer!r}: pass it plain logits."
+        )
     return layouts[0]
 
 
@@ -125,5 +137,6 @@ def _shape_text(logits: Any) -> str:
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if sharded is not None:
         return f"{shape} on {sharded.placements}"
-    # Different values would scale replicas differently. Values on a device are not compared: the host would have to wait.
+    # Different values would scale replicas differently. Values on a device are not compared: the host would have to
+    # wait.
     return str(logits.tolist()) if isinstance(logits, Tensor) and known_to_host(logits) else f"{shape}"

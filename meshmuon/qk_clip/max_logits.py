@@ -39,8 +39,8 @@ class MaxLogits:
     """Collects the largest logit (q·k)·scale of each query head since the last ``collect``.
 
     Attach modules that call ``F.scaled_dot_product_attention``; call ``observe`` in hand-written attention. Outside of
-    ``with collecting()`` nothing is observed and nothing costs time. ``collect`` takes the maximum over all ranks in one
-    all-reduce and returns what ``Muon.step(qk_logits=...)`` takes::
+    ``with collecting()`` nothing is observed and nothing costs time. ``collect`` takes the maximum over all ranks in
+    one all-reduce and returns what ``Muon.step(qk_logits=...)`` takes::
 
         logits = MaxLogits()
         for layer, block in enumerate(model.layers):
@@ -51,15 +51,20 @@ class MaxLogits:
         optimizer.step(qk_logits=logits.collect())
 
     Args:
-        group: the ranks that hold the same layers and see other data or other heads (data, context and tensor parallel ranks
-            together, never pipeline stages), as a process group or a mesh. Required if there is more than one rank.
-        tp_group: the tensor parallel ranks that divide the heads of a layer, in order, as a process group or a mesh of one axis.
-            The same all-reduce then assembles the logits of all heads.
+        group: the ranks that hold the same layers and see other data or other heads (data, context and tensor parallel
+            ranks together, never pipeline stages), as a process group or a mesh. Required if there is more than one
+            rank.
+        tp_group: the tensor parallel ranks that divide the heads of a layer, in order, as a process group or a mesh of
+            one axis. The same all-reduce then assembles the logits of all heads.
         block_bytes: approximate limit of the memory that logits take at a time.
     """
 
     def __init__(
-        self, group: ReplicaGroup | None = None, *, tp_group: ReplicaGroup | None = None, block_bytes: int = DEFAULT_BLOCK_BYTES
+        self,
+        group: ReplicaGroup | None = None,
+        *,
+        tp_group: ReplicaGroup | None = None,
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
     ) -> None:
         if not isinstance(block_bytes, int) or block_bytes < 1:
             raise ConfigError(f"MaxLogits: block_bytes={block_bytes!r} must be a positive number of bytes.")
@@ -71,8 +76,8 @@ class MaxLogits:
             missing = sorted(set(self._tp_ranks) - set(dist.get_process_group_ranks(self._process_group)))
             if missing:
                 raise ConfigError(
-                    f"MaxLogits: tp_group has the ranks {self._tp_ranks}, of which group lacks {missing}: pass a group of all "
-                    "data and tensor parallel ranks that hold the same layers."
+                    f"MaxLogits: tp_group has the ranks {self._tp_ranks}, of which group lacks {missing}: pass a "
+                    "group of all data and tensor parallel ranks that hold the same layers."
                 )
         self._attached: list[tuple[nn.Module, LayerKey]] = []
         self._maxima: dict[LayerKey, Tensor] = {}  # this rank's largest logits since the last collect()
@@ -106,13 +111,13 @@ class MaxLogits:
         """Observes forwards inside the ``with``. Until ``collect``, maxima are taken over all of them.
 
         Args:
-            eager: run compiled modules eagerly, since calls inside compiled code cannot be observed. With False, compiled code
-                stays compiled and must call ``observe`` or ``observe_scores`` itself.
+            eager: run compiled modules eagerly, since calls inside compiled code cannot be observed. With False,
+                compiled code stays compiled and must call ``observe`` or ``observe_scores`` itself.
         """
         if not eager and self._attached:
             raise ConfigError(
-                "MaxLogits: attached modules are observed in eager mode only. With collecting(eager=False) attach none, and call "
-                "observe() or observe_scores() in the attention instead."
+                "MaxLogits: attached modules are observed in eager mode only. With collecting(eager=False) attach "
+                "none, and call observe() or observe_scores() in the attention instead."
             )
         if self._collecting:
             raise ConfigError("MaxLogits: collecting() was entered already: leave it before entering it again.")
@@ -152,7 +157,8 @@ class MaxLogits:
             self._record(layer, _maxima_of_logits, q, k, mask, **options)
 
     def observe_scores(self, layer: LayerKey, scores: Tensor) -> None:
-        """Observes the scores of attention that reports them: ``flex_attention(..., return_aux=AuxRequest(max_scores=True))``.
+        """Observes the scores of attention that reports them: ``flex_attention(...,
+        return_aux=AuxRequest(max_scores=True))``.
 
         Does nothing unless collecting.
 
@@ -167,18 +173,19 @@ class MaxLogits:
     def collect(self) -> dict[LayerKey, Tensor]:
         """Returns the largest logit of each head of every layer, over all ranks of the group, and starts over.
 
-        Every rank of the group must call it. At the first call the ranks tell each other which layers and heads they have
-        observed. From then on a call is one all-reduce, and the host does not wait for a device. If layers or heads change, ranks
-        whose tensors are in host memory compare again; on other devices they must not change.
+        Every rank of the group must call it. At the first call the ranks tell each other which layers and heads they
+        have observed. From then on a call is one all-reduce, and the host does not wait for a device. If layers or
+        heads change, ranks whose tensors are in host memory compare again; on other devices they must not change.
 
         Returns:
-            Layer → float32 tensor of one number per head: −∞ for a head that was not observed, +∞ where a logit was NaN or +∞
-            (QK-clip does not scale such a head).
+            Layer → float32 tensor of one number per head: −∞ for a head that was not observed, +∞ where a logit was NaN
+            or +∞ (QK-clip does not scale such a head).
         """
         if self._process_group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
-                "MaxLogits: there are several ranks, and each has seen other data or heads. Write MaxLogits(group=...) with "
-                "the process group or mesh of all ranks that hold the same layers: data, context and tensor parallel ranks."
+                "MaxLogits: there are several ranks, and each has seen other data or heads. Write "
+                "MaxLogits(group=...) with the process group or mesh of all ranks that hold the same layers: data, "
+                "context and tensor parallel ranks."
             )
         try:
             if self._process_group is None:
@@ -189,7 +196,9 @@ class MaxLogits:
             self._maxima = {}
 
     def _reduced(self, process_group: dist.ProcessGroup) -> dict[LayerKey, Tensor]:
-        """The maxima over all ranks, from one vector of all heads of all layers and a flag that asks to compare heads again."""
+        """The maxima over all ranks, from one vector of all heads of all layers and a flag that asks to compare
+        heads again.
+        """
         tp_size, maxima = len(self._tp_ranks), self._maxima
         tp_rank = self._tp_ranks.index(dist.get_rank()) if tp_size > 1 else 0
         if self._head_counts is None:
@@ -212,8 +221,9 @@ class MaxLogits:
             return self._reduced(process_group)
         if changed:
             raise ConfigError(
-                "MaxLogits: the layers or heads that this rank has observed are not those of the first collect(), and the other "
-                "ranks could only notice by waiting for their devices. Create a new MaxLogits after changing the model."
+                "MaxLogits: the layers or heads that this rank has observed are not those of the first collect(), and "
+                "the other ranks could only notice by waiting for their devices. Create a new MaxLogits after "
+                "changing the model."
             )
         # The host may not know that another rank has raised. Infinite logits then keep this rank from scaling anything.
         values = torch.where(flag > 0, math.inf, packed[:-1])
@@ -232,8 +242,9 @@ class MaxLogits:
                 result = forward(*args, **kwargs)
             if layer not in self._observed:
                 raise ConfigError(
-                    f"MaxLogits: {type(module).__name__} of layer {layer!r} never called F.scaled_dot_product_attention, so its "
-                    "logits were not observed. Attach the module that calls it, or call observe() or observe_scores() in it."
+                    f"MaxLogits: {type(module).__name__} of layer {layer!r} never called "
+                    "F.scaled_dot_product_attention, so its logits were not observed. Attach the module that calls "
+                    "it, or call observe() or observe_scores() in it."
                 )
             return result
 
@@ -251,15 +262,18 @@ class MaxLogits:
     def _record(self, layer: LayerKey, measure: Callable[..., Tensor], *args: Any, **options: Any) -> None:
         """Keeps the larger of the maxima that are known and those that ``measure`` finds.
 
-        Autograd, compilers and dispatch modes see nothing of it. Selective activation checkpointing is such a mode: results that
-        it caches here in the forward pass would be handed to the model's own operations in the recomputation.
+        Autograd, compilers and dispatch modes see nothing of it. Selective activation checkpointing is such a mode:
+        results that it caches here in the forward pass would be handed to the model's own operations in the
+        recomputation.
         """
         with without_modes():
             maxima = measure(layer, *args, **options).to(torch.float32)
             known = self._maxima.get(layer)
             if known is not None:
                 if known.shape != maxima.shape:
-                    raise ConfigError(f"MaxLogits: layer {layer!r} had {known.numel()} heads and now has {maxima.numel()}.")
+                    raise ConfigError(
+                        f"MaxLogits: layer {layer!r} had {known.numel()} heads and now has {maxima.numel()}."
+                    )
                 maxima = torch.maximum(known, maxima.to(known.device))
             self._observed.add(layer)
             self._maxima[layer] = maxima
@@ -288,11 +302,18 @@ class _SDPAObserver(TorchFunctionMode):
 
 
 def _maxima_of_logits(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    """``head_maxima``. Of DTensors this rank's part is measured, which must have all positions of its heads and sequences."""
+    """``head_maxima``. Of DTensors this rank's part is measured, which must have all positions of its heads and
+    sequences.
+    """
     sharded, keys, masks = as_dtensor(q), as_dtensor(k), None if mask is None else as_dtensor(mask)
     if sharded is None and keys is None and masks is None:
         return head_maxima(q, k, mask=mask, **options)
-    if sharded is None or keys is None or sharded.placements != keys.placements or sharded.device_mesh != keys.device_mesh:
+    if (
+        sharded is None
+        or keys is None
+        or sharded.placements != keys.placements
+        or sharded.device_mesh != keys.device_mesh
+    ):
         raise ConfigError(f"MaxLogits: q and k of layer {layer!r} are laid out differently: redistribute k like q.")
     from torch.distributed.tensor import Shard
 
@@ -303,8 +324,8 @@ def _maxima_of_logits(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None
     )
     if not by_heads or (masks is not None and not all(placement.is_replicate() for placement in masks.placements)):
         raise ConfigError(
-            f"MaxLogits: layer {layer!r} has q on {sharded.placements}. Logits need queries and keys of all positions, and a "
-            "replicated mask: shard by batch and heads only, or call observe() with gathered keys."
+            f"MaxLogits: layer {layer!r} has q on {sharded.placements}. Logits need queries and keys of all "
+            "positions, and a replicated mask: shard by batch and heads only, or call observe() with gathered keys."
         )
     return head_maxima(sharded.to_local(), keys.to_local(), mask=mask if masks is None else masks.to_local(), **options)
 
@@ -312,16 +333,21 @@ def _maxima_of_logits(layer: LayerKey, q: Tensor, k: Tensor, mask: Tensor | None
 def _maxima_of_scores(layer: LayerKey, scores: Tensor) -> Tensor:
     """The largest of the scores, (..., heads, queries), of each head."""
     if as_dtensor(scores) is not None:
-        raise ConfigError(f"MaxLogits: the scores of layer {layer!r} are a DTensor: pass scores.to_local(), sharded by heads.")
+        raise ConfigError(
+            f"MaxLogits: the scores of layer {layer!r} are a DTensor: pass scores.to_local(), sharded by heads."
+        )
     if scores.dim() < 2:
-        raise ConfigError(f"MaxLogits: scores of layer {layer!r} have shape {tuple(scores.shape)}, not (batch, heads, queries).")
+        raise ConfigError(
+            f"MaxLogits: scores of layer {layer!r} have shape {tuple(scores.shape)}, not (batch, heads, queries)."
+        )
     return scores.amax([dim for dim in range(scores.dim()) if dim != scores.dim() - 2])
 
 
 def _agreed_head_counts(observed: Mapping[int, tuple[int, int, Mapping[LayerKey, int]]]) -> _HeadCounts:
     """The heads of each layer, in the same order on all ranks.
 
-    ``observed`` is what each rank has told: its place among the tensor parallel ranks, their number, and its heads of each layer.
+    ``observed`` is what each rank has told: its place among the tensor parallel ranks, their number, and its heads of
+    each layer.
     """
     counts: dict[LayerKey, dict[int, int]] = {}  # by layer and position among the tensor parallel ranks
     for rank, (position, _, heads_of_rank) in observed.items():
@@ -329,18 +355,21 @@ def _agreed_head_counts(observed: Mapping[int, tuple[int, int, Mapping[LayerKey,
             known = counts.setdefault(layer, {}).setdefault(position, heads)
             if known != heads:
                 raise ConfigError(
-                    f"MaxLogits: layer {layer!r} has {heads} heads on rank {rank} and {known} on another rank at the same "
-                    "position of its tp_group."
+                    f"MaxLogits: layer {layer!r} has {heads} heads on rank {rank} and {known} on another rank at the "
+                    "same position of its tp_group."
                 )
     if not counts:
-        raise ConfigError("MaxLogits: no rank has observed anything: run a forward inside collecting() before collect().")
+        raise ConfigError(
+            "MaxLogits: no rank has observed anything: run a forward inside collecting() before collect()."
+        )
     tp_size, *others = sorted({tp_size for _, tp_size, _ in observed.values()})
     if others:
         raise ConfigError(f"MaxLogits: ranks have tp_groups of different sizes: {[tp_size, *others]}.")
     for layer, by_position in counts.items():
         if len(by_position) < tp_size:
             raise ConfigError(
-                f"MaxLogits: only {sorted(by_position)} of {tp_size} tensor parallel ranks have observed layer {layer!r}."
+                f"MaxLogits: only {sorted(by_position)} of {tp_size} tensor parallel ranks have observed layer "
+                f"{layer!r}."
             )
     return {layer: [by_position[position] for position in range(tp_size)] for layer, by_position in counts.items()}
 

@@ -1,4 +1,6 @@
-"""QK-clip's options, which parameters are the projections of a layer according to their names, and which rows are which head."""
+"""QK-clip's options, which parameters are the projections of a layer according to their names, and which rows are
+which head.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from ..params.groups import matrix_options_of
 from ..params.param_record import ParamRecord
 
 LayerKey: TypeAlias = int | str
-"""A layer's number, or the name of its attention module (or of a module that contains it) where numbers are ambiguous."""
+"""A layer's number, or the name of its attention module (or of a module that contains it) where numbers are
+ambiguous.
+"""
 
 _KINDS = {
     "q": ("q_proj", "wq", "c_q", "to_q", "query", "q_b_proj", "wq_b"),
@@ -40,7 +44,8 @@ class Projection(NamedTuple):
     record: ParamRecord
     param_index: int
     module_name: str  # without the components that wrappers insert
-    layer: LayerKey | None  # number of its layer; None where the name has none. A user's pattern may give a name instead
+    # number of its layer; None where the name has none. A user's pattern may give a name instead
+    layer: LayerKey | None
     kind: str  # "q", "k", "kv_b" (MLA's keys and values) or "qkv" (fused)
     bias: bool  # whether it is a bias; otherwise it is a weight
 
@@ -52,10 +57,12 @@ class ClipConfig:
     threshold: float  # largest logit that is not scaled
     head_dim: int | None  # rows of a head of Wq and Wk; None where all layers are MLA
     q_indices: tuple[int, ...] | None  # query head of each logit; None if logit i belongs to query head i
-    k_indices: tuple[int, ...] | None  # key head of each logit; None if the query heads share the key heads equally, in order
+    # key head of each logit; None if the query heads share the key heads equally, in order
+    k_indices: tuple[int, ...] | None
     # Rows per head of MLA layers: without position, with rotary position, values; None if there are none.
     mla: tuple[int, ...] | None
-    patterns: tuple[tuple[str, re.Pattern[str]], ...]  # a user's own (kind, regular expression) pairs, which are tried first
+    # a user's own (kind, regular expression) pairs, which are tried first
+    patterns: tuple[tuple[str, re.Pattern[str]], ...]
 
 
 def read_clip_config(given: Mapping[str, Any]) -> ClipConfig:
@@ -65,10 +72,14 @@ def read_clip_config(given: Mapping[str, Any]) -> ClipConfig:
         raise ConfigError(f"clip_config has unknown keys {unknown}; it may have {', '.join(_KEYS)}.")
     threshold = given.get("threshold")
     limits = torch.finfo(torch.float32)  # factors are computed in it
-    if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not limits.tiny <= threshold <= limits.max:
+    if (
+        not isinstance(threshold, (int, float))
+        or isinstance(threshold, bool)
+        or not limits.tiny <= threshold <= limits.max
+    ):
         raise ConfigError(
-            f"clip_config: threshold={shown(threshold)} must be a positive number of float32: the largest logit that is not "
-            "scaled."
+            f"clip_config: threshold={shown(threshold)} must be a positive number of float32: the largest logit that "
+            "is not scaled."
         )
     parts = {key: _positive(given, key) for key in _MLA}
     mla = tuple(size for size in parts.values() if size is not None)
@@ -80,8 +91,9 @@ def read_clip_config(given: Mapping[str, Any]) -> ClipConfig:
     q_indices, k_indices = _indices(given, "q_indices"), _indices(given, "k_indices")
     if q_indices is not None and k_indices is not None and len(q_indices) != len(k_indices):
         raise ConfigError(
-            f"clip_config: {len(q_indices)} q_indices but {len(k_indices)} k_indices. Logit i belongs to query head q_indices[i] "
-            "and to key head k_indices[i]: with shared key heads k_indices repeats them, as in [0, 0, 1, 1]. Or leave both out."
+            f"clip_config: {len(q_indices)} q_indices but {len(k_indices)} k_indices. Logit i belongs to query head "
+            "q_indices[i] and to key head k_indices[i]: with shared key heads k_indices repeats them, as in [0, 0, 1, "
+            "1]. Or leave both out."
         )
     return ClipConfig(float(threshold), head_dim, q_indices, k_indices, mla or None, _patterns(given.get("patterns")))
 
@@ -103,7 +115,9 @@ def find_projections(params: Sequence[ParamRecord], config: ClipConfig) -> list[
                 kind = _KIND_OF.get(parts[-2].lower(), "")
             layer = next((int(part) for part in reversed(parts) if part.isdigit()), None)
         if kind:
-            found.append(Projection(record, index, name, layer, kind, bias=parts[-1] == "bias" or parts[-1].endswith("_bias")))
+            found.append(
+                Projection(record, index, name, layer, kind, bias=parts[-1] == "bias" or parts[-1].endswith("_bias"))
+            )
     return found
 
 
@@ -128,7 +142,8 @@ def _indices(given: Mapping[str, Any], key: str) -> tuple[int, ...] | None:
     is_list = isinstance(indices, Sequence) and not isinstance(indices, str) and len(indices) > 0
     if not is_list or not all(isinstance(head, int) and not isinstance(head, bool) and head >= 0 for head in indices):
         raise ConfigError(
-            f"clip_config: {key}={shown(indices)} must be a list of head numbers, one per logit. Leave it out for heads in order."
+            f"clip_config: {key}={shown(indices)} must be a list of head numbers, one per logit. Leave it out for "
+            "heads in order."
         )
     return tuple(indices)
 
@@ -138,7 +153,9 @@ def _patterns(given: Any) -> tuple[tuple[str, re.Pattern[str]], ...]:
     if given is None:
         return ()
     if not isinstance(given, Mapping) or not all(kind in _KINDS for kind in given):
-        raise ConfigError(f"clip_config: patterns={shown(given)} must map {', '.join(_KINDS)} to regular expressions: {example}.")
+        raise ConfigError(
+            f"clip_config: patterns={shown(given)} must map {', '.join(_KINDS)} to regular expressions: {example}."
+        )
     patterns = []
     for kind, expression in given.items():
         try:
@@ -148,7 +165,9 @@ def _patterns(given: Any) -> tuple[tuple[str, re.Pattern[str]], ...]:
                 f"clip_config: the pattern {expression!r} of {kind!r} is not a regular expression: {error}."
             ) from None
         if "layer" not in pattern.groupindex:
-            raise ConfigError(f"clip_config: the pattern {expression!r} of {kind!r} needs a group (?P<layer>...): {example}.")
+            raise ConfigError(
+                f"clip_config: the pattern {expression!r} of {kind!r} needs a group (?P<layer>...): {example}."
+            )
         patterns.append((kind, pattern))
     return tuple(patterns)
 
@@ -156,9 +175,10 @@ def _patterns(given: Any) -> tuple[tuple[str, re.Pattern[str]], ...]:
 class Section(NamedTuple):
     """Rows of a parameter that belong to the query heads or to the key heads.
 
-    In a fused QKV weight of 4 heads of 64 rows each, the key section is ``Section("k", StridedRange(256, 256), 4, root=64)``.
-    Where query, key and value of each head follow each other, its rows are ``StridedRange(64, 64, count=4, period=192)``.
-    In MLA's Wq, a head has rows without position, which are scaled by √γ, and rotary rows, which are scaled by γ.
+    In a fused QKV weight of 4 heads of 64 rows each, the key section is ``Section("k", StridedRange(256, 256), 4,
+    root=64)``. Where query, key and value of each head follow each other, its rows are ``StridedRange(64, 64, count=4,
+    period=192)``. In MLA's Wq, a head has rows without position, which are scaled by √γ, and rotary rows, which are
+    scaled by γ.
     """
 
     side: str  # "q" or "k"
@@ -180,11 +200,11 @@ class HeadTable:
     """The heads of all layers with logits, numbered through: their logits, and their rows in the parameters.
 
     Attributes:
-        of_logits: for the sides "q" and "k", the head of each logit. In the first layer, 4 query heads that share 2 key heads are
-            ``{"q": [0, 1, 2, 3], "k": [4, 4, 5, 5]}``.
+        of_logits: for the sides "q" and "k", the head of each logit. In the first layer, 4 query heads that share 2 key
+            heads are ``{"q": [0, 1, 2, 3], "k": [4, 4, 5, 5]}``.
         count: number of heads.
-        slots: by the index of a parameter, where each row's factor is in the vector (1, √γ of head 0, γ of head 0, √γ of head 1,
-            γ of head 1, …).
+        slots: by the index of a parameter, where each row's factor is in the vector (1, √γ of head 0, γ of head 0, √γ
+            of head 1, γ of head 1, …).
     """
 
     def __init__(self) -> None:
@@ -193,7 +213,9 @@ class HeadTable:
         self.slots: dict[int, Tensor] = {}
         self._key_of: dict[int, LayerKey] = {}  # index of a parameter → the layer to which it belongs
 
-    def add_layer(self, layer: LayerKey, logit_count: int, projections: Sequence[Projection], config: ClipConfig) -> None:
+    def add_layer(
+        self, layer: LayerKey, logit_count: int, projections: Sequence[Projection], config: ClipConfig
+    ) -> None:
         """Finds the projections of a layer for which the user passed ``logit_count`` logits, and their heads."""
         members = [member for member in projections if belongs_to(member, layer)]
         weights: dict[str, Projection] = {}
@@ -202,12 +224,14 @@ class HeadTable:
                 same_kind = [one for one in members if one.kind == member.kind and not one.bias]
                 raise ConfigError(
                     f"qk_logits: layer {layer!r} has {len(same_kind)} {member.kind} projections: "
-                    f"{', '.join(one.record.name for one in same_kind)}. Name the attention module instead of the number, as in "
-                    f"qk_logits={{{same_kind[0].module_name.rsplit('.', 2)[0]!r}: ...}}."
+                    f"{', '.join(one.record.name for one in same_kind)}. Name the attention module instead of the "
+                    f"number, as in qk_logits={{{same_kind[0].module_name.rsplit('.', 2)[0]!r}: ...}}."
                 )
         if set(weights) not in ({"q", "k"}, {"q", "kv_b"}, {"qkv"}):
             raise ConfigError(_missing_projections(layer, set(weights), members, projections))
-        sections = {kind: _sections_of(layer, weight, config, mla="kv_b" in weights) for kind, weight in weights.items()}
+        sections = {
+            kind: _sections_of(layer, weight, config, mla="kv_b" in weights) for kind, weight in weights.items()
+        }
         head_counts = {section.side: section.heads for parts in sections.values() for section in parts}
         first_head = {"q": self.count, "k": self.count + head_counts["q"]}
         self.count += sum(head_counts.values())
@@ -222,7 +246,9 @@ class HeadTable:
                         f"{weight.shape[0]}."
                     )
                 if self._key_of.setdefault(index, layer) != layer:
-                    raise ConfigError(f"qk_logits: the layers {self._key_of[index]!r} and {layer!r} both mean {record.name}.")
+                    raise ConfigError(
+                        f"qk_logits: the layers {self._key_of[index]!r} and {layer!r} both mean {record.name}."
+                    )
                 self.slots[index] = torch.zeros(record.shape[0], dtype=torch.long)
                 for section in sections[member.kind]:
                     section.write_slots(self.slots[index], first_head[section.side])
@@ -238,7 +264,8 @@ def _missing_projections(
         what = f"has {' and '.join(sorted(kinds))} projections, which do not make a pair of queries and keys"
     return (
         f"qk_logits: layer {layer!r} {what} in this optimizer. Found {'in it' if members else 'in all layers'}: "
-        f"{listed or 'none'}. Pass logits only for layers whose projections this optimizer has (a pipeline stage: its own), or "
+        f"{listed or 'none'}. Pass logits only for layers whose projections this optimizer has (a pipeline stage: its "
+        "own), or "
         'give patterns for their names in clip_config["patterns"].'
     )
 
@@ -280,31 +307,35 @@ def _section(where: str, side: str, rows: StridedRange, head: tuple[int, int, in
     heads, rest = divmod(rows.length, sum(head))
     if rest or not heads:
         raise ConfigError(
-            f"{where} has {rows.length} rows, which is not a whole number of heads of {sum(head)} rows ({what} in clip_config)."
+            f"{where} has {rows.length} rows, which is not a whole number of heads of {sum(head)} rows ({what} in "
+            "clip_config)."
         )
     return Section(side, rows, heads, *head)
 
 
-def _heads_of_logits(layer: LayerKey, count: int, heads: Mapping[str, int], config: ClipConfig) -> dict[str, tuple[int, ...]]:
+def _heads_of_logits(
+    layer: LayerKey, count: int, heads: Mapping[str, int], config: ClipConfig
+) -> dict[str, tuple[int, ...]]:
     """For the sides "q" and "k", the head of each logit. ``heads`` has the number of heads of each side."""
     q_indices, k_indices = config.q_indices, config.k_indices
     for side, indices in (("q", q_indices), ("k", k_indices)):
         if indices is not None and len(indices) != count:
             raise ConfigError(
-                f"qk_logits: layer {layer!r} has {count} logits, clip_config has {len(indices)} {side}_indices: one per logit."
+                f"qk_logits: layer {layer!r} has {count} logits, clip_config has {len(indices)} {side}_indices: one "
+                "per logit."
             )
     if q_indices is None:
         if count != heads["q"]:
             raise ConfigError(
-                f"qk_logits: layer {layer!r} has {count} logits but {heads['q']} query heads. Pass one logit per query head, or "
-                "give q_indices and k_indices in clip_config, the heads that each logit belongs to."
+                f"qk_logits: layer {layer!r} has {count} logits but {heads['q']} query heads. Pass one logit per "
+                "query head, or give q_indices and k_indices in clip_config, the heads that each logit belongs to."
             )
         q_indices = tuple(range(count))
     if k_indices is None:
         if heads["q"] % heads["k"]:
             raise ConfigError(
-                f"layer {layer!r} has {heads['q']} query heads, which cannot share {heads['k']} key heads equally: give "
-                "k_indices."
+                f"layer {layer!r} has {heads['q']} query heads, which cannot share {heads['k']} key heads equally: "
+                "give k_indices."
             )
         k_indices = tuple(head // (heads["q"] // heads["k"]) for head in q_indices)
     found = {"q": q_indices, "k": k_indices}

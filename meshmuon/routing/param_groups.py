@@ -11,7 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ConfigError, RoutingWarning, level_of_user
-from ..matrices import ONE_MATRIX, MatrixOptions, Split, check_expert_keys, check_matrix_options, with_stars, without_wrappers
+from ..matrices import (
+    ONE_MATRIX,
+    MatrixOptions,
+    Split,
+    check_expert_keys,
+    check_matrix_options,
+    with_stars,
+    without_wrappers,
+)
 from ..models import ModelContents, ParamContents, model_from_names
 from ..params.checks import refuse_uninitialised, shown
 from ..params.flattened import refuse_flattened_model
@@ -19,18 +27,18 @@ from ..params.option_table import matrices_as_dicts
 from .table import is_first_of_ranks
 
 _UNSEEN = (
-    "Muon was given names and parameters without the model, and routes by names and shapes alone. It cannot see tied weights, "
-    "embeddings and output heads under unusual names, parts of fused weights that only a class or a config tells, matrices "
-    "stored as (in, out) without a bias that shows it, and convolutions that are transposed or have groups. Pass the model, "
-    "Muon(model, ...), or check print(optimizer.routing_table())."
+    "Muon was given names and parameters without the model, and routes by names and shapes alone. It cannot see tied "
+    "weights, embeddings and output heads under unusual names, parts of fused weights that only a class or a config "
+    "tells, matrices stored as (in, out) without a bias that shows it, and convolutions that are transposed or have "
+    "groups. Pass the model, Muon(model, ...), or check print(optimizer.routing_table())."
 )
 
 
 class ModelNames(list[str]):
     """A list of names that knows the model they are from, and does not keep it alive.
 
-    A list rather than a separate key: trainers pass param groups on as plain dicts, and checkpoints store all of their keys. A
-    pickle of it is a plain list.
+    A list rather than a separate key: trainers pass param groups on as plain dicts, and checkpoints store all of their
+    keys. A pickle of it is a plain list.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] = ()) -> None:
@@ -51,28 +59,31 @@ def get_default_muon_param_groups(
 ) -> list[dict[str, Any]]:
     """Splits a model's trainable parameters into a Muon group and two AdamW groups, the second without weight decay.
 
-    Matrices go to Muon, each expert and each part of a fused weight separately. Embeddings, output heads and everything tied to
-    these, tables, scales and parameters of fewer than two dims go to AdamW. Of these, norms, biases and all others of fewer than
-    two dims have no weight decay. What is inside a parameter is known for the architectures of transformers, timm, torchvision,
-    diffusers, torchtitan and PEFT; see docs/models.md.
+    Matrices go to Muon, each expert and each part of a fused weight separately. Embeddings, output heads and everything
+    tied to these, tables, scales and parameters of fewer than two dims go to AdamW. Of these, norms, biases and all
+    others of fewer than two dims have no weight decay. What is inside a parameter is known for the architectures of
+    transformers, timm, torchvision, diffusers, torchtitan and PEFT; see docs/models.md.
 
     Args:
         model: the model. It may be wrapped by DDP, torch.compile or activation checkpointing.
-        is_muon_func: ``(name, parameter) -> bool`` replaces the whole decision. It is not asked about frozen parameters and
-            those of fewer than two dims.
+        is_muon_func: ``(name, parameter) -> bool`` replaces the whole decision. It is not asked about frozen parameters
+            and those of fewer than two dims.
         expert_keys: a 3-D parameter whose name contains one of these is a stack of expert matrices.
         conv: ``"flatten"`` sends convolution filters to Muon too, except depthwise ones.
-        split: how fused weights are cut, where it is not None, instead of how they are known to be; as the option of ``Muon``.
+        split: how fused weights are cut, where it is not None, instead of how they are known to be; as the option of
+            ``Muon``.
 
     Returns:
-        Up to three param groups, in this order, each with ``params``, ``names``, ``use_muon`` and ``reasons``, ready for
-        ``Muon``. Empty ones are left out; the last has ``weight_decay=0.0``. ``matrices`` says what is inside parameters, and
-        ``reasons`` why they are where they are.
+        Up to three param groups, in this order, each with ``params``, ``names``, ``use_muon`` and ``reasons``, ready
+        for ``Muon``. Empty ones are left out; the last has ``weight_decay=0.0``. ``matrices`` says what is inside
+        parameters, and ``reasons`` why they are where they are.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; get_default_muon_param_groups takes a torch.nn.Module.")
     if is_muon_func is not None and not callable(is_muon_func):
-        raise ConfigError(f"is_muon_func={shown(is_muon_func)} must be a function of (name, parameter) that returns a bool.")
+        raise ConfigError(
+            f"is_muon_func={shown(is_muon_func)} must be a function of (name, parameter) that returns a bool."
+        )
     keys = check_expert_keys(expert_keys)
     check_matrix_options(MatrixOptions(keys, conv, split))
     for name, param in model.named_parameters():
@@ -92,7 +103,9 @@ def get_default_muon_param_groups(
             param_group["names"].append(name)
     filled = [param_group for param_group in param_groups if param_group["params"]]
     if not filled:
-        raise ConfigError("the model has no trainable parameters: every requires_grad is False, or it has no parameters.")
+        raise ConfigError(
+            "the model has no trainable parameters: every requires_grad is False, or it has no parameters."
+        )
     for param_group in filled:
         _describe(param_group, contents)
     return filled
@@ -112,12 +125,14 @@ def param_groups_from(params: Any, expert_keys: Sequence[str] | None, conv: str 
         name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, None)
         if not isinstance(name, str) or not isinstance(param, Tensor):
             raise ConfigError(
-                f"{shown(entry)} is not a (name, parameter) pair, as the first of params is. Write Muon(model, lr=...), or "
-                "Muon(model.named_parameters(), lr=...)."
+                f"{shown(entry)} is not a (name, parameter) pair, as the first of params is. Write Muon(model, "
+                "lr=...), or Muon(model.named_parameters(), lr=...)."
             )
         refuse_uninitialised(name, param)
         if named.setdefault(name, param) is not param:
-            raise ConfigError(f"two parameters are called {name}, and all names of an optimizer must differ: pass each once.")
+            raise ConfigError(
+                f"two parameters are called {name}, and all names of an optimizer must differ: pass each once."
+            )
     param_groups = param_groups_from(model_from_names(named.items()), expert_keys, conv, split)
     for param_group in param_groups:
         param_group["names"] = list(param_group["names"])  # there is no model to compare them with
@@ -174,6 +189,8 @@ def _by_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for pattern, names in patterns.items():
         alike = all(values[name] == values[names[0]] for name in names)
-        by_name = {without_wrappers(name) if plain[without_wrappers(name)] == 1 else name: values[name] for name in names}
+        by_name = {
+            without_wrappers(name) if plain[without_wrappers(name)] == 1 else name: values[name] for name in names
+        }
         entries |= {pattern: values[names[0]]} if alike else by_name
     return entries

@@ -63,9 +63,11 @@ class RoutingRow:
 
 @dataclass(frozen=True, slots=True)
 class RoutingTable:
-    """All rows, warnings about routes that are valid but probably mistakes, and notes about those that may not be the best.
+    """All rows, warnings about routes that are valid but probably mistakes, and notes about those that may not be the
+    best.
 
-    As text, rows that differ only in numbers in their names are one: ``layers.*.up.weight ×32``; with ``full`` each is shown.
+    As text, rows that differ only in numbers in their names are one: ``layers.*.up.weight ×32``; with ``full`` each is
+    shown.
     """
 
     rows: tuple[RoutingRow, ...]
@@ -81,7 +83,8 @@ class RoutingTable:
             name, *cells = row.cells()[:shown]
             alike.setdefault((name if self.full else with_stars(name), *cells), []).append(name)
         rows = [
-            (names[0] if len(names) == 1 else f"{pattern} ×{len(names)}", *cells) for (pattern, *cells), names in alike.items()
+            (names[0] if len(names) == 1 else f"{pattern} ×{len(names)}", *cells)
+            for (pattern, *cells), names in alike.items()
         ]
         remarks = [*(f"warning: {text}" for text in self.warnings), *(f"note: {text}" for text in self.notes)]
         return "\n".join([table(head[:shown], rows), *remarks])
@@ -95,14 +98,17 @@ def build_routing_table(
     rows: list[RoutingRow] = []
     warnings: list[str] = []
     notes: list[str] = []
-    doubts: dict[tuple[str, str], list[str]] = {}  # a doubt and the kind of weight, and the names of all that are of this kind
+    # a doubt and the kind of weight, and the names of all that are of this kind
+    doubts: dict[tuple[str, str], list[str]] = {}
     shown_groups = param_groups[first:]
     for index, param_group in enumerate(shown_groups, first):
         if param_group["use_muon"]:
             warnings += _lr_warnings(index, param_group) + _scheme_warnings(index, param_group)
             notes += _rule_note(index, param_group)
         for name, param in zip(param_group["param_names"], param_group["params"], strict=True):
-            matrix_sets = find_matrices(name, param.shape, matrix_options_of(param_group)) if param_group["use_muon"] else ()
+            matrix_sets = (
+                find_matrices(name, param.shape, matrix_options_of(param_group)) if param_group["use_muon"] else ()
+            )
             why = _reason_of(name, param_group)
             rows.append(_row(name, param, param_group, matrix_sets, why))
             if gathers_int8 and (layout := own_layout(param)[0]) is not None and matrix_sets:
@@ -116,8 +122,8 @@ def build_routing_table(
     if cut:
         beside = f" (and {len(cut) - 1} more)" if len(cut) > 1 else ""
         notes.append(
-            f"{cut[0]}{beside}: gathered unrounded, since its shards cut blocks of int8. Shard rows, or columns at multiples of "
-            f"{BLOCK}, to send half of bfloat16's bytes."
+            f"{cut[0]}{beside}: gathered unrounded, since its shards cut blocks of int8. Shard rows, or columns at "
+            f"multiples of {BLOCK}, to send half of bfloat16's bytes."
         )
     return RoutingTable(tuple(rows), tuple(warnings), (*notes, *_notes(rows)), full)
 
@@ -147,7 +153,8 @@ def _row(name: str, param: Tensor, param_group: ParamGroup, matrix_sets: Sequenc
     if not param_group["use_muon"]:
         return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr, why)
     rule: AdjustLR = param_group["adjust_lr_fn"]
-    largest = max(matrix_sets, key=lambda matrix_set: lr_factor(rule, *matrix_set.lr_shape))  # parts of a fused weight may differ
+    # parts of a fused weight may differ
+    largest = max(matrix_sets, key=lambda matrix_set: lr_factor(rule, *matrix_set.lr_shape))
     factor, rms = lr_factor(rule, *largest.lr_shape), update_rms(rule, *largest.lr_shape)
     count = sum(matrix_set.count for matrix_set in matrix_sets)
     return RoutingRow(name, shape, layout_text(name, param), "muon", count, lr * factor, lr * rms, why)
@@ -172,9 +179,15 @@ def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
 
 def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     scheme, given = resolve_scheme(param_group["scheme"], param_group["ns_steps"]), param_group["compute_dtype"]
-    dtypes = dict.fromkeys(given or default_compute_dtype(work_device(param), param.dtype) for param in param_group["params"])
+    dtypes = dict.fromkeys(
+        given or default_compute_dtype(work_device(param), param.dtype) for param in param_group["params"]
+    )
     reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
-    return [f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it." for reason in reasons if reason is not None]
+    return [
+        f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it."
+        for reason in reasons
+        if reason is not None
+    ]
 
 
 def _rule_note(index: int, param_group: ParamGroup) -> list[str]:
@@ -182,7 +195,9 @@ def _rule_note(index: int, param_group: ParamGroup) -> list[str]:
     notes = [f"group {index} has the rules {', '.join(names)}, in this order."] if names else []
     if any(isinstance(rule, Hyperball) for rule in resolve_rules(param_group["rule"])):
         lr = float(param_group["lr"])
-        notes.append(f"group {index}: Hyperball moves each matrix by {lr:g} of its norm a step, whatever the table says of it.")
+        notes.append(
+            f"group {index}: Hyperball moves each matrix by {lr:g} of its norm a step, whatever the table says of it."
+        )
     return notes
 
 
@@ -191,14 +206,17 @@ def _notes(rows: Sequence[RoutingRow]) -> tuple[str, ...]:
     if not factors:
         return ()
     return (
-        f"{factors} factors of LoRA go to Muon, and AdamW usually trains them better (docs/recipes.md). Use torch.optim.AdamW "
+        f"{factors} factors of LoRA go to Muon, and AdamW usually trains them better (docs/recipes.md). Use "
+        "torch.optim.AdamW "
         'for them; if Muon has other matrices, pass is_muon_func=lambda name, param: "lora_" not in name to '
         "get_default_muon_param_groups.",
     )
 
 
 def _unused_entries(shown_groups: Sequence[ParamGroup], param_groups: Sequence[ParamGroup]) -> list[str]:
-    """Warns of keys of ``matrices`` that fit no parameter of Muon: of the optimizer, since groups may share the option."""
+    """Warns of keys of ``matrices`` that fit no parameter of Muon: of the optimizer, since groups may share the
+    option.
+    """
     keys = dict.fromkeys(key for group in shown_groups if group["use_muon"] for key in group["matrices"] or ())
     names = {
         use_muon: [n for group in param_groups if group["use_muon"] is use_muon for n in group["param_names"]]
@@ -211,7 +229,9 @@ def _unused_entries(shown_groups: Sequence[ParamGroup], param_groups: Sequence[P
             near = nearest(key, (name for some in names.values() for name in map(without_wrappers, some)))
             why = "fits AdamW's parameters only" if key in fitting[False] else "fits no parameter"
             hint = f" The nearest names are {near}." if near and key not in fitting[False] else ""
-            warnings.append(f"matrices[{key!r}] {why}, so that it has no effect.{hint} In a key, * stands for any number.")
+            warnings.append(
+                f"matrices[{key!r}] {why}, so that it has no effect.{hint} In a key, * stands for any number."
+            )
     return warnings
 
 
@@ -242,14 +262,18 @@ _UNKNOWN_STACK = (
     "has more than two dims and is not known to be a stack of matrices, so AdamW trains it. If it holds matrices, pass "
     "expert_keys=[...] with a part of the name to get_default_muon_param_groups."
 )
-_TABLE = "looks like an embedding or an output head, which train better with AdamW: move it to a group with use_muon=False."
+_TABLE = (
+    "looks like an embedding or an output head, which train better with AdamW: move it to a group with use_muon=False."
+)
 _FUSED = (
-    "looks like several projections fused into one weight. Muon orthogonalises {} as one matrix, which couples them: give the "
-    "sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they are interleaved."
+    "looks like several projections fused into one weight. Muon orthogonalises {} as one matrix, which couples them: "
+    "give the sizes of the parts, split=(...), in the group, or split=Interleaved(...) if they are interleaved."
 )
 
 
 def _kind_of(name: str) -> str:
-    """The name of the weight without where it is: parameters of one kind share it, and one warning is enough for them."""
+    """The name of the weight without where it is: parameters of one kind share it, and one warning is enough for
+    them.
+    """
     parts = name_parts(name)
     return parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]

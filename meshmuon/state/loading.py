@@ -63,12 +63,18 @@ class _SavedParam(NamedTuple):
 
 
 def fit(
-    param_groups: Sequence[ParamGroup], defaults: Mapping[str, Any], state_dict: Mapping[str, Any], *, strict: bool = True
+    param_groups: Sequence[ParamGroup],
+    defaults: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
 ) -> Fitted:
-    """The state_dict as this optimizer loads it. Raises StateError, naming the first parameter that differs, if it does not fit.
+    """The state_dict as this optimizer loads it. Raises StateError, naming the first parameter that differs, if it does
+    not fit.
 
     Parameters are matched by name if both sides have names, else by position. ``defaults`` are the optimizer's options.
-    ``strict=False`` leaves out state of unknown parameters, and starts from zero those that have none, or had another route.
+    ``strict=False`` leaves out state of unknown parameters, and starts from zero those that have none, or had another
+    route.
     """
     _check_structure(state_dict)
     saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
@@ -90,8 +96,9 @@ def fit(
             entry = {} if member is None else saved_state.get(member.key, _MISSING)
             if entry is _MISSING and saved_state and param.requires_grad and strict and member is not None:
                 raise StateError(
-                    f"{name} trains, but the state_dict has nothing for it, although it has state of other parameters. Either "
-                    f"the state was lost, or {name} was frozen when it was saved. To start it from zero on purpose, give it an "
+                    f"{name} trains, but the state_dict has nothing for it, although it has state of other "
+                    f"parameters. Either the state was lost, or {name} was frozen when it was saved. To start it from "
+                    "zero on purpose, give it an "
                     f'empty state: state_dict["state"][{member.key!r}] = {{}}.'
                 )
             if entry is not _MISSING and entry:
@@ -104,12 +111,15 @@ def fit(
         fitted.overrides.append(overrides)
     _warn_of_matrices(param_groups, fitted)
     if not any(isinstance(member.key, str) for members in found for member in members if member is not None):
-        fitted.state.update({key: value for key, value in saved_state.items() if isinstance(key, str)})  # that of users' hooks
+        # that of users' hooks
+        fitted.state.update({key: value for key, value in saved_state.items() if isinstance(key, str)})
     return fitted
 
 
 def _check_structure(state_dict: Mapping[str, Any]) -> None:
-    """Refuses what is no state_dict: a dict with a dict ``state`` and a list ``param_groups`` of dicts with ``params``."""
+    """Refuses what is no state_dict: a dict with a dict ``state`` and a list ``param_groups`` of dicts with
+    ``params``.
+    """
     saved_groups, saved_state = state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(saved_groups, (list, tuple)) or not isinstance(saved_state, Mapping):
         kinds = ", ".join(f'"{key}" ({type(value).__name__})' for key, value in state_dict.items())
@@ -122,7 +132,8 @@ def _check_structure(state_dict: Mapping[str, Any]) -> None:
         params = saved.get("params") if isinstance(saved, Mapping) else None
         if not isinstance(params, (list, tuple)) or not all(isinstance(key, (int, str)) for key in params):
             raise StateError(
-                f"group {index} of the state_dict is {shown(saved)}; it must be a dict with a list of numbers or of names under "
+                f"group {index} of the state_dict is {shown(saved)}; it must be a dict with a list of numbers or of "
+                "names under "
                 '"params".'
             )
         if len(keys) + len(params) != len(keys := keys.union(params)):
@@ -132,7 +143,9 @@ def _check_structure(state_dict: Mapping[str, Any]) -> None:
     for key in keys:
         entry = saved_state.get(key, {})
         if not isinstance(entry, Mapping) or not all(isinstance(name, str) for name in entry):
-            raise StateError(f'state_dict["state"][{shown(key)}] is {shown(entry)}; it must be a dict with names as keys.')
+            raise StateError(
+                f'state_dict["state"][{shown(key)}] is {shown(entry)}; it must be a dict with names as keys.'
+            )
 
 
 def _refuse_other_optimizers(param_groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -140,13 +153,16 @@ def _refuse_other_optimizers(param_groups: Sequence[ParamGroup], saved_groups: S
     for index, saved in enumerate(saved_groups):
         if "ns_coefficients" in saved and "use_muon" not in saved:
             raise StateError(
-                f"group {index} of the state_dict is from torch.optim.Muon, which keeps momentum as a mean of the gradients; "
-                "meshmuon keeps it as a sum, so the next updates would be wrong. Convert it: "
-                "optimizer.load_state_dict(meshmuon.checkpoint.convert_torch_state(optimizer, muon_state, adamw_state))."
+                f"group {index} of the state_dict is from torch.optim.Muon, which keeps momentum as a mean of the "
+                "gradients; meshmuon keeps it as a sum, so the next updates would be wrong. Convert it: "
+                "optimizer.load_state_dict(meshmuon.checkpoint.convert_torch_state(optimizer, muon_state, "
+                "adamw_state))."
             )
     of_adam = [{"betas", "amsgrad"} <= saved.keys() and "use_muon" not in saved for saved in saved_groups]
     if of_adam and all(of_adam) and any(param_group["use_muon"] for param_group in param_groups):
-        raise StateError(f"the state_dict is that of AdamW or Adam, which keep no momentum that Muon could take. {_MOVING}")
+        raise StateError(
+            f"the state_dict is that of AdamW or Adam, which keep no momentum that Muon could take. {_MOVING}"
+        )
 
 
 def _match(
@@ -164,18 +180,23 @@ def _match(
     by_name = dict(zip(_flat(saved_names), _flat(keys), strict=True))
     known = set(_flat(names))
     params = _flat(param_group["params"] for param_group in param_groups)
-    new = [name for name, param in zip(_flat(names), params, strict=True) if name not in by_name and param.requires_grad]
+    new = [
+        name for name, param in zip(_flat(names), params, strict=True) if name not in by_name and param.requires_grad
+    ]
     unknown = [name for name in by_name if name not in known]
     if strict and (new or unknown):
         raise StateError(
-            f"the state_dict is of other parameters. It lacks {_listed(new)}; the optimizer lacks {_listed(unknown)}. To load "
-            "what fits, call optimizer.load_state_dict(state_dict, strict=False): parameters that it lacks start from zero, and "
-            "state of parameters that the optimizer lacks is left out. If parameters were only renamed, write the new names "
+            f"the state_dict is of other parameters. It lacks {_listed(new)}; the optimizer lacks {_listed(unknown)}. "
+            "To load what fits, call optimizer.load_state_dict(state_dict, strict=False): parameters that it lacks "
+            "start from zero, and state of parameters that the optimizer lacks is left out. If parameters were only "
+            "renamed, write the new names "
             'into state_dict["param_groups"][k]["param_names"].'
         )
     found = []
     for group, use_muon in zip(names, (param_group["use_muon"] for param_group in param_groups), strict=True):
-        others = () if strict else [k for k, saved in enumerate(saved_groups) if saved.get("use_muon", use_muon) != use_muon]
+        others = (
+            () if strict else [k for k, saved in enumerate(saved_groups) if saved.get("use_muon", use_muon) != use_muon]
+        )
         found.append([None if one is None or one.group in others else one for one in map(by_name.get, group)])
     return found
 
@@ -183,8 +204,8 @@ def _match(
 def _names_of_dcp(names: list[list[str]], keys: list[list[str]]) -> list[list[str]]:
     """The names of parameters whose keys are names, as those of torch.distributed.checkpoint.
 
-    It has put them into this optimizer's order. Where neither side knows the name of the other, one is an alias: of a tied
-    weight, or of a parameter that the optimizer was given without names.
+    It has put them into this optimizer's order. Where neither side knows the name of the other, one is an alias: of a
+    tied weight, or of a parameter that the optimizer was given without names.
     """
     if list(map(len, names)) != list(map(len, keys)):
         return keys
@@ -195,7 +216,9 @@ def _names_of_dcp(names: list[list[str]], keys: list[list[str]]) -> list[list[st
     ]
 
 
-def _comparable_names(names: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], keys: Sequence[Sequence[Any]]) -> bool:
+def _comparable_names(
+    names: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], keys: Sequence[Sequence[Any]]
+) -> bool:
     """Whether both sides name all their parameters, each differently, or have left out the names of the same groups."""
     complete = [len(group) for group in saved] == [len(group) for group in keys]
     distinct = all(len(set(_flat(side))) == sum(map(len, side)) for side in (names, saved))
@@ -213,39 +236,43 @@ def _check_positions(
     sizes, saved_sizes = list(map(len, names)), list(map(len, keys))
     if sizes != saved_sizes:
         raise StateError(
-            f"the groups of the optimizer have {sizes} parameters, those of the state_dict {saved_sizes}: it was saved from "
-            "another model, or with other groups."
+            f"the groups of the optimizer have {sizes} parameters, those of the state_dict {saved_sizes}: it was "
+            "saved from another model, or with other groups."
         )
     for index, (own, saved) in enumerate(zip(names, saved_names, strict=True)):
         named = len(saved) == len(own) and not _placeholders([own, saved])
         if named and own != saved:
             first = next(k for k, name in enumerate(own) if saved[k] != name)
             raise StateError(
-                f"group {index}: parameter {first} is {own[first]}, in the state_dict it is {saved[first]}, and not all groups "
-                "have names by which to match them: give every group of the optimizer its names."
+                f"group {index}: parameter {first} is {own[first]}, in the state_dict it is {saved[first]}, and not "
+                "all groups have names by which to match them: give every group of the optimizer its names."
             )
 
 
 def _saved_options(
-    param_group: ParamGroup, index: int, members: Sequence[_SavedParam | None], saved_groups: Sequence[Mapping[str, Any]]
+    param_group: ParamGroup,
+    index: int,
+    members: Sequence[_SavedParam | None],
+    saved_groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The options with which the parameters of a param group were saved, where these agree.
 
-    Where parameters of several saved groups are in one group now, an option that these had different values of stays the
-    optimizer's own, with a warning.
+    Where parameters of several saved groups are in one group now, an option that these had different values of stays
+    the optimizer's own, with a warning.
     """
     sources = [saved_groups[group] for group in dict.fromkeys(member.group for member in members if member is not None)]
     own = set(map(without_wrappers, param_group["param_names"]))
     if len(sources) == 1 and set(sources[0]) == {"params"}:
-        # torch.distributed.checkpoint gives the options of a saved group to one group only, if its parameters are now in several.
+        # torch.distributed.checkpoint gives the options of a saved group to one group only, if its parameters are now
+        # in several.
         sources = [saved for saved in saved_groups if own & set(map(without_wrappers, _names_of(saved)))]
     options: dict[str, Any] = {}
     for saved in sources:
         if saved.get("use_muon", param_group["use_muon"]) != param_group["use_muon"]:
             raise StateError(
-                f"group {index} ({param_group['param_names'][0]}, …) has use_muon={param_group['use_muon']}, the state_dict's "
-                f"has {shown(saved['use_muon'])}: the parameters were routed differently when it was saved. With strict=False "
-                "they start from zero."
+                f"group {index} ({param_group['param_names'][0]}, …) has use_muon={param_group['use_muon']}, the "
+                f"state_dict's has {shown(saved['use_muon'])}: the parameters were routed differently when it was "
+                "saved. With strict=False they start from zero."
             )
         options = {**saved, **options}
     options = {key: value for key, value in options.items() if key not in ("params", "param_names")}
@@ -255,8 +282,8 @@ def _saved_options(
             options[key] = f"{NOT_STORED}different>"
             shown_values = ", ".join(shown(value) for value in values if value is not _MISSING)
             warnings.warn(
-                f"group {index} ({param_group['param_names'][0]}, …): its parameters were in {len(values)} groups with {key}="
-                f"{shown_values}; it keeps its own, {shown(cast(Mapping[str, Any], param_group).get(key))}.",
+                f"group {index} ({param_group['param_names'][0]}, …): its parameters were in {len(values)} groups "
+                f"with {key}={shown_values}; it keeps its own, {shown(cast(Mapping[str, Any], param_group).get(key))}.",
                 stacklevel=6,
             )
     return options
@@ -274,7 +301,9 @@ def _overrides(previous: ParamGroup, saved: Mapping[str, Any], defaults: Mapping
         elif key in _DTYPES and isinstance(value, str):
             overrides[key] = getattr(torch, value.removeprefix("torch."), None)  # with or without it
             if not isinstance(overrides[key], torch.dtype):
-                raise StateError(f"{own['param_names'][0]}, …: the state_dict has {key}={value!r}, which is no dtype of torch.")
+                raise StateError(
+                    f"{own['param_names'][0]}, …: the state_dict has {key}={value!r}, which is no dtype of torch."
+                )
     for key, value in defaults.items():
         if overrides.get(key, saved.get(key)) is None:  # saved by a version without this option
             overrides[key] = own.get(key, value)
@@ -287,8 +316,9 @@ def _warn_of_matrices(param_groups: Sequence[ParamGroup], fitted: Fitted) -> Non
             built, loaded = cast(Mapping[str, Any], previous).get(key), overrides.get(key, options.get(key))
             if not _same(_comparable(loaded), _comparable(built)):
                 warnings.warn(
-                    f"{overrides['param_names'][0]}, …: the checkpoint was saved with {key}={shown(loaded)}, which is used from "
-                    f"now on; the optimizer was built with {shown(built)}. Set the group's {key} after loading to change it.",
+                    f"{overrides['param_names'][0]}, …: the checkpoint was saved with {key}={shown(loaded)}, which is "
+                    f"used from now on; the optimizer was built with {shown(built)}. Set the group's {key} after "
+                    "loading to change it.",
                     stacklevel=5,
                 )
 
@@ -330,8 +360,9 @@ def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any],
         kind = "Muon" if param_group["use_muon"] else "AdamW"
         raise StateError(
             f"{name} is optimized by {kind} and needs {list(shapes)}, but its saved state has {sorted(param_state)}. "
-            "It was saved from an optimizer that routed this parameter differently, or had another rule or rounding. If dcp.load "
-            "has read it, build the optimizer with the rule and the rounding of the checkpoint before loading."
+            "It was saved from an optimizer that routed this parameter differently, or had another rule or rounding. "
+            "If dcp.load has read it, build the optimizer with the rule and the rounding of the checkpoint before "
+            "loading."
         )
     for key, shape in shapes.items():
         value = param_state[key]
@@ -352,9 +383,10 @@ def _check_momentum_dtype(name: str, param_state: Mapping[str, Any], saved_optio
     found = str(getattr(param_state.get(MOMENTUM), "dtype", None)).removeprefix("torch.")
     if "momentum_dtype" in saved_options and (said == "int8") != (found == "int8"):
         raise StateError(
-            f"{name} was saved with momentum_dtype={said}, but its momentum_buffer is in {found}: dcp.load has copied it into "
-            "the state of an optimizer with another momentum_dtype, which is wrong for int8. Build the optimizer with the "
-            "momentum_dtype of the checkpoint before loading, and set that of its groups afterwards to convert the momentum."
+            f"{name} was saved with momentum_dtype={said}, but its momentum_buffer is in {found}: dcp.load has copied "
+            "it into the state of an optimizer with another momentum_dtype, which is wrong for int8. Build the "
+            "optimizer with the momentum_dtype of the checkpoint before loading, and set that of its groups "
+            "afterwards to convert the momentum."
         )
 
 
@@ -365,28 +397,34 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[i
             "it was saved from another model, or the parameters are in another order."
         )
     if not placed:
-        layouts = ["a plain tensor" if as_dtensor(tensor) is None else layout_text(name, tensor) for tensor in (param, value)]
+        layouts = [
+            "a plain tensor" if as_dtensor(tensor) is None else layout_text(name, tensor) for tensor in (param, value)
+        ]
         raise StateError(
-            f"{name} is {layouts[0]}, its saved {key} is {layouts[1]}. load_state_dict takes state that is sharded like its "
-            "parameters; torch.distributed.checkpoint.state_dict.set_optimizer_state_dict reshards it."
+            f"{name} is {layouts[0]}, its saved {key} is {layouts[1]}. load_state_dict takes state that is sharded "
+            "like its parameters; torch.distributed.checkpoint.state_dict.set_optimizer_state_dict reshards it."
         )
     if shares_addresses(local_part(value)):
         raise StateError(
-            f"{name}: several elements of its saved {key} share one address, as after expand(), and a step would write all of "
-            "them there. Give it separate memory: clone(memory_format=torch.contiguous_format)."
+            f"{name}: several elements of its saved {key} share one address, as after expand(), and a step would "
+            "write all of them there. Give it separate memory: clone(memory_format=torch.contiguous_format)."
         )
     here, saved = shard_place(param), shard_place(value)
     if not saved.items() <= here.items():  # scales may be replicated where their parameter is cut
         raise StateError(
-            f"{name}: its saved {key} is the shard at {saved} of its mesh, this rank holds the shard at {here}. A file that one "
-            "rank has saved with torch.save can be loaded by that rank only: load each rank's own file, or save with "
-            "torch.distributed.checkpoint, which loads on any rank and any mesh."
+            f"{name}: its saved {key} is the shard at {saved} of its mesh, this rank holds the shard at {here}. A "
+            "file that one rank has saved with torch.save can be loaded by that rank only: load each rank's own file, "
+            "or save with torch.distributed.checkpoint, which loads on any rank and any mesh."
         )
 
 
 def restore(param_groups: Sequence[ParamGroup], state: Mapping[Tensor, dict[str, Any]], fitted: Fitted) -> None:
-    """Corrects what torch has loaded: state keeps the dtype it was saved in, and ``step`` goes to the device that needs it."""
-    named = ((group, *pair) for group in param_groups for pair in zip(group["param_names"], group["params"], strict=True))
+    """Corrects what torch has loaded: state keeps the dtype it was saved in, and ``step`` goes to the device that
+    needs it.
+    """
+    named = (
+        (group, *pair) for group in param_groups for pair in zip(group["param_names"], group["params"], strict=True)
+    )
     for number, (param_group, name, param) in enumerate(named):
         saved = fitted.state.get(number, {})
         for key, value in saved.items():

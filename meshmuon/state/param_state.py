@@ -23,8 +23,8 @@ from ..params.option_table import ParamGroup, split_as_tuple
 from ..params.rules import resolve_rules
 from ..torch_compat import local_part, zeros_like
 
-# Keys in the state of a parameter, also in checkpoints: torch's names, except for the scales of momentum in int8, for the update
-# rule's state, and for the key and count of stochastic rounding.
+# Keys in the state of a parameter, also in checkpoints: torch's names, except for the scales of momentum in int8, for
+# the update rule's state, and for the key and count of stochastic rounding.
 MOMENTUM, SCALES, COUNTER = "momentum_buffer", "momentum_scale", "rounding_counter"
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -80,7 +80,9 @@ def blocks_of(name: str, param: Tensor, param_group: ParamGroup) -> MomentumBloc
 
 
 def convert_momentum(state: dict[str, Any], name: str, param: Tensor, param_group: ParamGroup) -> None:
-    """Makes momentum int8 if its param group keeps int8 and it is not, or the reverse. From int8 to float32 nothing is lost."""
+    """Makes momentum int8 if its param group keeps int8 and it is not, or the reverse. From int8 to float32 nothing
+    is lost.
+    """
     momentum, to_int8 = state[MOMENTUM], keeps_int8(param_group)
     if to_int8 == (momentum.dtype == torch.int8):
         return
@@ -101,9 +103,9 @@ def refuse_shared_blocks(name: str, param: Tensor, blocks: MomentumBlocks) -> No
     """Refuses to convert momentum to int8 where ranks share blocks, whose scales no rank finds alone."""
     if blocks.reduced_axes:
         raise StateError(
-            f"{name}: its momentum cannot be converted to int8 on {layout_text(name, param)}, where ranks share blocks of "
-            f"{int8.BLOCK} elements of a row. Convert it on one device or another mesh: load the checkpoint there into an "
-            "optimizer with momentum_dtype=torch.int8, and save it with torch.distributed.checkpoint."
+            f"{name}: its momentum cannot be converted to int8 on {layout_text(name, param)}, where ranks share "
+            f"blocks of {int8.BLOCK} elements of a row. Convert it on one device or another mesh: load the checkpoint "
+            "there into an optimizer with momentum_dtype=torch.int8, and save it with torch.distributed.checkpoint."
         )
 
 
@@ -115,8 +117,8 @@ def _zero_scales(param: Tensor, blocks: MomentumBlocks) -> Tensor:
 def rounding_counter(state: dict[str, Any], name: str, param: Tensor, param_group: Mapping[str, Any]) -> Tensor | None:
     """The counter of a parameter, created if there is none; None if the parameter is rounded to nearest.
 
-    It is the key and the count, two int64 numbers, of the random bits with which the parameter is rounded. The key is a hash of
-    its name.
+    It is the key and the count, two int64 numbers, of the random bits with which the parameter is rounded. The key is a
+    hash of its name.
     """
     if not rounds_stochastically(param, param_group):
         return None
@@ -161,10 +163,11 @@ def put_in_order(param_groups: Sequence[ParamGroup], states: MutableMapping[Tens
 
 
 def storable(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state_dict with options that every way of saving supports: numbers, strings, tensors, None, and containers of these.
+    """The state_dict with options that every way of saving supports: numbers, strings, tensors, None, and containers of
+    these.
 
-    A dtype is replaced by its name. So is every other value (a function, a rule); the loading optimizer then keeps its own. All
-    keys stay, since loaders require the same keys on both sides.
+    A dtype is replaced by its name. So is every other value (a function, a rule); the loading optimizer then keeps its
+    own. All keys stay, since loaders require the same keys on both sides.
     """
     state_dict["param_groups"] = [
         {key: value if key == "params" else _storable(value) for key, value in param_group.items()}
@@ -187,7 +190,9 @@ def _storable(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value with Python's own numbers and containers for others, such as numpy's; TypeError if it cannot be stored."""
+    """The value with Python's own numbers and containers for others, such as numpy's; TypeError if it cannot be
+    stored.
+    """
     if isinstance(value, (Tensor, bool, str, bytes, type(None))):
         return value
     if isinstance(value, Real):
@@ -211,10 +216,12 @@ def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], para
         same_dtype = param_group["use_muon"] or value.dtype == param.dtype
         placed = is_placed(name, param, key, value, param_group)
         if value.shape != shape or value.device != param.device or not placed or not same_dtype:
-            now, then = (f"{tuple(tensor.shape)} in {tensor.dtype} on {layout_text(name, tensor)}" for tensor in (param, value))
+            now, then = (
+                f"{tuple(tensor.shape)} in {tensor.dtype} on {layout_text(name, tensor)}" for tensor in (param, value)
+            )
             raise StateError(
-                f"{name} is now {now}, its {key} is {then}. Build a new optimizer after resharding or converting parameters, and "
-                "load the state of the old optimizer into it."
+                f"{name} is now {now}, its {key} is {then}. Build a new optimizer after resharding or converting "
+                "parameters, and load the state of the old optimizer into it."
             )
 
 
@@ -230,7 +237,9 @@ def is_placed(name: str, param: Tensor, key: str, value: Tensor, param_group: Pa
 def shapes_of(
     name: str, param: Tensor, param_group: ParamGroup, param_state: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The keys of a parameter's state, and the shape of each; with scales if the momentum in ``param_state`` is in int8."""
+    """The keys of a parameter's state, and the shape of each; with scales if the momentum in ``param_state`` is in
+    int8.
+    """
     shape = tuple(param.shape)
     counter: dict[str, tuple[int, ...]] = {COUNTER: (2,)} if rounds_stochastically(param, param_group) else {}
     if not param_group["use_muon"]:
@@ -246,7 +255,9 @@ def shapes_of(
 
 
 def check_kind(name: str, key: str, value: Any, shape: tuple[int, ...], saved: str = "") -> None:
-    """Refuses anything but what a key stands for: one number, a key and a count, or a floating point tensor to compute with."""
+    """Refuses anything but what a key stands for: one number, a key and a count, or a floating point tensor to
+    compute with.
+    """
     what = f"{name}: its {saved}{key}"
     if key == "step":
         real = isinstance(value, (int, float)) and not isinstance(value, bool)

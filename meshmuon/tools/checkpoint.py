@@ -1,8 +1,8 @@
 """Manifests of checkpoints, which detect damaged files.
 
-Save and load with torch: ``state_dict`` / ``load_state_dict``, or ``torch.distributed.checkpoint``, which silently loads
-corrupted data. ``write_manifest`` records size and hash of every file that was saved; ``verify`` compares them before anything is
-loaded.
+Save and load with torch: ``state_dict`` / ``load_state_dict``, or ``torch.distributed.checkpoint``, which silently
+loads corrupted data. ``write_manifest`` records size and hash of every file that was saved; ``verify`` compares them
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _READERS = 8
 def write_manifest(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
     """Records the size and SHA-256 of a checkpoint's files, for ``verify`` to compare before loading.
 
-    Call it on one rank after all ranks have saved. ``dcp.save`` returns on its coordinator (rank 0) after all ranks have written;
-    after any other way of saving, call a barrier first. It needs no process group. The manifest is replaced atomically.
+    Call it on one rank after all ranks have saved. ``dcp.save`` returns on its coordinator (rank 0) after all ranks
+    have written; after any other way of saving, call a barrier first. It needs no process group. The manifest is
+    replaced atomically.
 
     Args:
         path: a folder, all of whose files are recorded, or a single file.
@@ -51,8 +52,8 @@ def write_manifest(path: str | os.PathLike[str], *, progress: Progress | None = 
     for name, size in sizes.items():
         if (now := paths[name].stat().st_size) != size:
             raise CheckpointError(
-                f"{paths[name]} had {size} bytes and has {now} now: it is still being written. Write the manifest when all ranks "
-                "have saved, after a barrier."
+                f"{paths[name]} had {size} bytes and has {now} now: it is still being written. Write the manifest "
+                "when all ranks have saved, after a barrier."
             )
     if _manifest_path(checkpoint).is_dir():
         raise CheckpointError(f"{_manifest_path(checkpoint)} is a folder: remove it, the manifest has this name.")
@@ -73,7 +74,9 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
     checkpoint = Path(path)
     paths, expected = _file_paths(checkpoint), _read_manifest(checkpoint)
     sizes = {name: paths[name].stat().st_size for name in expected if name in paths}
-    records = _read_files(paths, {name: size for name, size in sizes.items() if size == expected[name]["bytes"]}, progress)
+    records = _read_files(
+        paths, {name: size for name, size in sizes.items() if size == expected[name]["bytes"]}, progress
+    )
     problems = []
     for name, record in expected.items():
         size, digest = record["bytes"], record["sha256"]
@@ -83,11 +86,17 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
             what = "truncated" if sizes[name] < size else "longer than it was"
             problems.append(f"{name} is {what}: expected {size} bytes, found {sizes[name]}")
         elif records[name] != record:
-            problems.append(f"{name} has changed: expected SHA-256 {digest[:16]}…, found {records[name]['sha256'][:16]}…")
-    problems += [f"{name} is extra: it was not there when the manifest was written" for name in paths if name not in expected]
+            problems.append(
+                f"{name} has changed: expected SHA-256 {digest[:16]}…, found {records[name]['sha256'][:16]}…"
+            )
+    problems += [
+        f"{name} is extra: it was not there when the manifest was written" for name in paths if name not in expected
+    ]
     if problems:
         raise CheckpointError(
-            f"{checkpoint} is not the checkpoint that was saved:\n  " + "\n  ".join(problems) + "\nLoad another checkpoint. "
+            f"{checkpoint} is not the checkpoint that was saved:\n  "
+            + "\n  ".join(problems)
+            + "\nLoad another checkpoint. "
             "If the files were changed on purpose, call write_manifest on them again."
         )
 
@@ -99,7 +108,9 @@ def _manifest_path(checkpoint: Path) -> Path:
 def _file_paths(checkpoint: Path) -> dict[str, Path]:
     """The checkpoint's files, sorted, by their name in the manifest."""
     if checkpoint.is_dir():
-        walked = sorted(Path(folder, name) for folder, _, names in os.walk(checkpoint, onerror=_raise) for name in names)
+        walked = sorted(
+            Path(folder, name) for folder, _, names in os.walk(checkpoint, onerror=_raise) for name in names
+        )
         paths = {path.relative_to(checkpoint).as_posix(): path for path in walked}
         for name in (MANIFEST, f"{MANIFEST}.tmp"):
             paths.pop(name, None)
@@ -120,7 +131,9 @@ def _raise(error: OSError) -> None:
 
 
 def _read_files(files: Mapping[str, Path], sizes: Mapping[str, int], progress: Progress | None) -> dict[str, Any]:
-    """Reads and hashes the files that ``sizes`` names, each up to that size: a file that is still written may never end."""
+    """Reads and hashes the files that ``sizes`` names, each up to that size: a file that is still written may never
+    end.
+    """
     lock, done, total = threading.Lock(), 0, sum(sizes.values())
 
     def report(count: int) -> None:
@@ -180,8 +193,12 @@ def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
             )
         if digest != _digest(files):
             raise ValueError("its own digest differs")
-        return {name: {"bytes": int(record["bytes"]), "sha256": str(record["sha256"])} for name, record in files.items()}
+        return {
+            name: {"bytes": int(record["bytes"]), "sha256": str(record["sha256"])} for name, record in files.items()
+        }
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): the checkpoint cannot be verified. Load another one.") from None
+        raise CheckpointError(
+            f"{path} is damaged ({error}): the checkpoint cannot be verified. Load another one."
+        ) from None

@@ -19,7 +19,8 @@ from ..state.param_state import ADAMW_KEYS, MOMENTUM, start
 StateDict: TypeAlias = Mapping[str, Any]
 
 _Args = ParamSpec("_Args")
-_NEEDED = {True: ("lr", "weight_decay", "momentum"), False: ("lr", "weight_decay", "betas", "eps")}  # options; True for Muon's
+# options; True for Muon's
+_NEEDED = {True: ("lr", "weight_decay", "momentum"), False: ("lr", "weight_decay", "betas", "eps")}
 _OPTIONAL = ("initial_lr", "maximize", "cautious_weight_decay")
 
 
@@ -66,7 +67,9 @@ class SavedGroup:
         return {name: SavedParam(self.form, self.use_muon, state, options) for name, state in states.items()}
 
     def state(self, name: str, entry: StateDict | None) -> dict[str, Tensor]:
-        """The state of a parameter, with all that its optimizer saves; empty if there is none, so that it starts from zero."""
+        """The state of a parameter, with all that its optimizer saves; empty if there is none, so that it starts
+        from zero.
+        """
         if not entry:
             return {}
         expected = (self.form.momentum,) if self.use_muon else self.form.moments
@@ -75,7 +78,8 @@ class SavedGroup:
             if value is None or not (isinstance(value, Tensor) or key == "step"):
                 raise StateError(
                     f"{name}: {key} is {shown(value)} in its saved state, which has {sorted(map(str, entry))}; "
-                    f"{self.form.whose} saves {', '.join(expected)} for it. An empty entry starts it from zero on purpose."
+                    f"{self.form.whose} saves {', '.join(expected)} for it. An empty entry starts it from zero on "
+                    "purpose."
                 )
         state = zip((MOMENTUM,) if self.use_muon else ADAMW_KEYS, (entry[key] for key in expected), strict=True)
         return {key: torch.tensor(float(value)) if key == "step" else value.detach() for key, value in state}
@@ -92,9 +96,9 @@ def raises_state_errors(convert: Callable[_Args, dict[str, Any]]) -> Callable[_A
             raise
         except Exception as error:  # a missing option, or a value of another kind
             raise StateError(
-                f"{convert.__name__}: this is not what the other optimizer saves ({type(error).__name__}: {error}): it is not "
-                "whole, or the state of another optimizer, for which docs/migrate.md lists the function. Give what its "
-                "state_dict() returned, and names as strings."
+                f"{convert.__name__}: this is not what the other optimizer saves ({type(error).__name__}: {error}): "
+                "it is not whole, or the state of another optimizer, for which docs/migrate.md lists the function. "
+                "Give what its state_dict() returned, and names as strings."
             ) from error
 
     return converted
@@ -107,11 +111,13 @@ def ranks_of(states: Any, form: SavedForm) -> Sequence[StateDict]:
         raise StateError("states is empty: give the state_dict, or a list with that of every rank.")
     for state in ranks:
         is_dict = isinstance(state, Mapping)
-        if not (is_dict and isinstance(state.get("state"), Mapping) and isinstance(state.get("param_groups"), list | tuple)):
+        if not (
+            is_dict and isinstance(state.get("state"), Mapping) and isinstance(state.get("param_groups"), list | tuple)
+        ):
             found = f"a dict with the keys {sorted(map(str, state))[:6]}" if is_dict else f"a {type(state).__name__}"
             raise StateError(
-                f"the saved state is {found}, which is not a state_dict of {form.whose}: pass what its state_dict() returned, a "
-                "dict with a dict 'state' and a list 'param_groups'."
+                f"the saved state is {found}, which is not a state_dict of {form.whose}: pass what its state_dict() "
+                "returned, a dict with a dict 'state' and a list 'param_groups'."
             )
     return ranks
 
@@ -129,16 +135,16 @@ def saved_groups(
     if names is None and form.names is not None:
         if not all(len(group.get(form.names, ())) == len(group["params"]) for group in groups):
             raise StateError(
-                f"not all groups of the saved state have names, which {form.whose} saves only where it was given them: pass "
-                f"{argument}=[...], the names of its parameters in its order, group after group."
+                f"not all groups of the saved state have names, which {form.whose} saves only where it was given "
+                f"them: pass {argument}=[...], the names of its parameters in its order, group after group."
             )
         names = [name for group in groups for name in group[form.names]]
     count = sum(len(group["params"]) for group in groups)
     listed = [] if isinstance(names, str | set | frozenset) or not isinstance(names, Iterable) else list(names)
     if not all(isinstance(name, str) for name in listed) or not len(listed) == len(set(listed)) == count:
         raise StateError(
-            f"{argument}={shown(names)} must be the list of the names of the saved optimizer's {count} parameters, each once, in "
-            "its order, group after group; docs/migrate.md shows how to list them."
+            f"{argument}={shown(names)} must be the list of the names of the saved optimizer's {count} parameters, "
+            "each once, in its order, group after group; docs/migrate.md shows how to list them."
         )
     rest = iter(listed)
     for group in groups:
@@ -155,11 +161,17 @@ def loadable(optimizer: Muon, saved: dict[str, SavedParam]) -> dict[str, Any]:
             member = saved.pop(name, None)
             if member is None:
                 if param.requires_grad:
-                    raise StateError(f"{name} is in neither state: give states of the same model, with the optimizer's names.")
+                    raise StateError(
+                        f"{name} is in neither state: give states of the same model, with the optimizer's names."
+                    )
                 continue
             if member.use_muon != live["use_muon"]:
-                needed, given = (("torch.optim.AdamW", "torch.optim.Muon")[muon] for muon in (live["use_muon"], member.use_muon))
-                raise StateError(f"{name} needs the state of {needed}, but its state is from {given}: route it the same way.")
+                needed, given = (
+                    ("torch.optim.AdamW", "torch.optim.Muon")[muon] for muon in (live["use_muon"], member.use_muon)
+                )
+                raise StateError(
+                    f"{name} needs the state of {needed}, but its state is from {given}: route it the same way."
+                )
             # A param group may have torch's own keys for AdamW's options instead of meshmuon's.
             renamed = {} if live["use_muon"] else {k: f"adamw_{k}" for k in ("betas", "eps") if k not in live}
             options[name] = {renamed.get(k, k): value for k, value in member.options.items()}
@@ -170,7 +182,9 @@ def loadable(optimizer: Muon, saved: dict[str, SavedParam]) -> dict[str, Any]:
                 start(state[key], name, param, cast(ParamGroup, live))
         _set_options(param_group, options)
     if saved:
-        raise StateError(f"{next(iter(saved))} has state but is not one of the optimizer's parameters ({len(saved)} such names).")
+        raise StateError(
+            f"{next(iter(saved))} has state but is not one of the optimizer's parameters ({len(saved)} such names)."
+        )
     return {"state": state, "param_groups": param_groups}
 
 
@@ -179,7 +193,9 @@ def _state_here(name: str, saved: SavedParam, momentum_dtype: torch.dtype | None
     if state and saved.use_muon:
         momentum = float(saved.options["momentum"])
         if not 0 <= momentum < 1:
-            raise StateError(f"{name}: momentum={momentum} in its saved state; only momentum in [0, 1) can be converted.")
+            raise StateError(
+                f"{name}: momentum={momentum} in its saved state; only momentum in [0, 1) can be converted."
+            )
         if saved.form.is_mean:
             state[MOMENTUM] /= 1 - momentum
     return state
@@ -194,7 +210,7 @@ def _set_options(param_group: dict[str, Any], options: Mapping[str, Mapping[str,
         for key, value in param_options.items():
             if value != options[first].get(key):
                 raise StateError(
-                    f"{first} was stepped with {key}={options[first].get(key)}, {name} with {value}, but here they are in one "
-                    "group: build a group for each."
+                    f"{first} was stepped with {key}={options[first].get(key)}, {name} with {value}, but here they "
+                    "are in one group: build a group for each."
                 )
     param_group.update(options[first])

@@ -19,10 +19,11 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 def own_addresses() -> tuple[str, ...]:
     """Addresses of this host, the likeliest first, at least one.
 
-    Those of the interfaces that ``GLOO_SOCKET_IFNAME`` or else ``NCCL_SOCKET_IFNAME`` chooses. Without them: the address on the
-    route to ``MASTER_ADDR``, those that the host's name stands for, and that of the default route. If ``MASTER_ADDR`` is
-    ``localhost`` or a number of loopback all ranks are on this host, and there is no other address. Otherwise loopback would lead
-    ranks of other hosts to themselves, and is the last resort: many hosts have 127.0.1.1 for their own name.
+    Those of the interfaces that ``GLOO_SOCKET_IFNAME`` or else ``NCCL_SOCKET_IFNAME`` chooses. Without them: the
+    address on the route to ``MASTER_ADDR``, those that the host's name stands for, and that of the default route. If
+    ``MASTER_ADDR`` is ``localhost`` or a number of loopback all ranks are on this host, and there is no other address.
+    Otherwise loopback would lead ranks of other hosts to themselves, and is the last resort: many hosts have 127.0.1.1
+    for their own name.
     """
     setting, interfaces = _chosen_interfaces()
     if setting:
@@ -36,7 +37,8 @@ def own_addresses() -> tuple[str, ...]:
         return tuple(dict.fromkeys(to_master))
     found = [*to_master, *_of_name(socket.gethostname())]
     found += [address for anywhere in _ANYWHERE for address in _routes_to(anywhere)]
-    usable = [address for address in dict.fromkeys(found) if not address.lower().startswith("fe80:")]  # those need an interface
+    # those need an interface
+    usable = [address for address in dict.fromkeys(found) if not address.lower().startswith("fe80:")]
     return tuple(address for address in usable if not _is_loopback(address)) or tuple(usable) or (_LOOPBACK,)
 
 
@@ -74,7 +76,9 @@ def addresses_of_interface(name: str) -> list[str]:
 
 
 def _ipv6_of_interface(name: str) -> list[str]:
-    """From lines such as ``20010db8…0001 02 40 00 80 eth0``; the fourth number is the scope, 20 for link-local addresses."""
+    """From lines such as ``20010db8…0001 02 40 00 80 eth0``; the fourth number is the scope, 20 for link-local
+    addresses.
+    """
     try:
         rows = [line.split() for line in _IPV6_ADDRESSES.read_text().splitlines()]
     except OSError:

@@ -23,7 +23,8 @@ class Vote(NamedTuple):
     nonfinite: bool = False  # it has a gradient that is not finite
     has_work: bool = True  # it has more to do than creating state
     activity: int = 0  # how much Muon has to do; the largest of all ranks
-    proposed_id: int = 0  # a random id below 2**62 for this optimizer, the largest of all ranks; 0 if the ranks already share one
+    # a random id below 2**62 for this optimizer, the largest of all ranks; 0 if the ranks already share one
+    proposed_id: int = 0
 
     @property
     def unanimous(self) -> bool:
@@ -34,8 +35,9 @@ class Vote(NamedTuple):
 class Agreement:
     """Compares what the ranks of a process group are about to do, and gathers their views where they differ.
 
-    A step holds the turn of the process group from its vote to its end. Another thread that steps another optimizer over the same
-    group, clips or gathers state over it, waits. If ranks step in different orders, their votes differ, and all of them raise.
+    A step holds the turn of the process group from its vote to its end. Another thread that steps another optimizer
+    over the same group, clips or gathers state over it, waits. If ranks step in different orders, their votes differ,
+    and all of them raise.
 
     Every rank of the group must call ``decide`` and ``all_gather_objects`` in the same order.
     """
@@ -50,8 +52,8 @@ class Agreement:
         """Returns once no other thread of this process steps over the process group."""
         if self._thread == threading.get_ident():
             raise StateError(
-                "step() was called inside a step of the same optimizer, by its scheme, its rule or a hook. Let the one step end "
-                "before the next begins."
+                "step() was called inside a step of the same optimizer, by its scheme, its rule or a hook. Let the "
+                "one step end before the next begins."
             )
         self._turn.acquire()
         self._thread = threading.get_ident()

@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _T = TypeVar("_T")
-_votes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Tensor]] = weakref.WeakKeyDictionary()  # memory, by its length
+# memory, by its length
+_votes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Tensor]] = weakref.WeakKeyDictionary()
 
 
 def channel_of(group: dist.ProcessGroup) -> HostChannel | None:
     """The channel between the ranks of ``group``; None where its own collectives do as well, or no rank can be reached.
 
-    The first call connects the ranks: all of them must call. They tell each other their doors over the group itself, so that
-    nothing of an earlier process group can be mistaken for theirs. Groups that take host memory and are not gloo's (MPI, and
-    those of tests) use their collectives.
+    The first call connects the ranks: all of them must call. They tell each other their doors over the group itself, so
+    that nothing of an earlier process group can be mistaken for theirs. Groups that take host memory and are not gloo's
+    (MPI, and those of tests) use their collectives.
     """
     if group not in channels:
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
@@ -40,9 +41,10 @@ def channel_of(group: dist.ProcessGroup) -> HostChannel | None:
         if isinstance(channel, str):
             if rank == ranks[0]:
                 warnings.warn(
-                    f"ranks cannot be connected for the agreement: {channel}. They vote through collectives of their process "
-                    "group instead, which is slower, and a rank that is lost may be noticed late. Set GLOO_SOCKET_IFNAME to the "
-                    "network interface that connects the hosts, and let it pass TCP (MESHMUON_PORTS limits the ports).",
+                    f"ranks cannot be connected for the agreement: {channel}. They vote through collectives of their "
+                    "process group instead, which is slower, and a rank that is lost may be noticed late. Set "
+                    "GLOO_SOCKET_IFNAME to the network interface that connects the hosts, and let it pass TCP "
+                    "(MESHMUON_PORTS limits the ports).",
                     stacklevel=2,
                 )
             channel = None
@@ -56,27 +58,36 @@ def seconds_of(group: dist.ProcessGroup) -> float:
 
 
 def reduce_sum(tensor: Tensor, group: dist.ProcessGroup, *, phase: str, largest: bool = False) -> None:
-    """Replaces each number of ``tensor`` by its sum over the ranks; waits for gloo, not for a device. ``phase`` is for errors."""
+    """Replaces each number of ``tensor`` by its sum over the ranks; waits for gloo, not for a device. ``phase`` is
+    for errors.
+    """
     with named_phase(phase, group):
         channel_of(group)
-        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM  # looked up here: not every build of torch has it
+        # looked up here: not every build of torch has it
+        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         wait_for(dist.all_reduce(tensor, operation, group=group, async_op=True), tensor, group)
 
 
-def reduce_largest(tensor: Tensor, group: dist.ProcessGroup, *, phase: str = "reduction of the largest attention logits") -> None:
+def reduce_largest(
+    tensor: Tensor, group: dist.ProcessGroup, *, phase: str = "reduction of the largest attention logits"
+) -> None:
     """As ``reduce_sum``, with the maximum. There must be no NaN: what its maximum is depends on the backend."""
     reduce_sum(tensor, group, phase=phase, largest=True)
 
 
 def reduce_over_axes(values: Tensor, like: Tensor, axes: Sequence[int]) -> None:
-    """Replaces ``values`` by their maximum over the ranks along these axes of the mesh of ``like``; waits as ``reduce_sum``."""
+    """Replaces ``values`` by their maximum over the ranks along these axes of the mesh of ``like``; waits as
+    ``reduce_sum``.
+    """
     for axis in axes:
         group = cast("DTensor", like).device_mesh.get_group(axis)
         reduce_largest(values, group, phase="reduction of the scales of int8 momentum")
 
 
 def maximum(words: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:
-    """The largest of each word over all ranks: in ⌈log2 W⌉ rounds over the channel of the group, if it has one, or by its own."""
+    """The largest of each word over all ranks: in ⌈log2 W⌉ rounds over the channel of the group, if it has one, or
+    by its own.
+    """
     channel = channel_of(group)
     if channel is not None:
         return channel.maximum(words, seconds_of(group))
@@ -124,7 +135,9 @@ def all_gather_objects(value: _T, group: dist.ProcessGroup, *, phase: str = "agr
 
 
 def _gathered(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """The message of every rank of ``group``, in its order, by collectives of the group: lengths first, then padded messages."""
+    """The message of every rank of ``group``, in its order, by collectives of the group: lengths first, then padded
+    messages.
+    """
     device = object_device(group)
 
     def gathered(own: Tensor) -> list[Tensor]:
@@ -135,7 +148,9 @@ def _gathered(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     with torch.inference_mode(False):
         lengths = [int(length) for length in gathered(torch.tensor([len(message)], device=device))]
         padded = torch.frombuffer(bytearray(message.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
-        return [bytes(part[:length].tolist()) for part, length in zip(gathered(padded.to(device)), lengths, strict=True)]
+        return [
+            bytes(part[:length].tolist()) for part, length in zip(gathered(padded.to(device)), lengths, strict=True)
+        ]
 
 
 def swap_with(peer: int, sent: Tensor, received: Tensor) -> None:
@@ -144,12 +159,16 @@ def swap_with(peer: int, sent: Tensor, received: Tensor) -> None:
     It measures one link, which an exchange of gloo cannot: that waits for all ranks, also for those that send nothing.
     """
     with named_phase("measuring of a link"):
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        ):
             work.wait()
 
 
 def norm_device(devices: Iterable[torch.device], groups: Sequence[dist.ProcessGroup]) -> torch.device:
-    """Where numbers to reduce are put: on ``devices`` if ``groups`` take such tensors, accelerators first; equal on all ranks."""
+    """Where numbers to reduce are put: on ``devices`` if ``groups`` take such tensors, accelerators first; equal on
+    all ranks.
+    """
     host = torch.device("cpu")
     candidates = [*dict.fromkeys(device for device in devices if device.type != "cpu"), host]
     if torch.accelerator.is_available() and (current := torch.accelerator.current_accelerator()) is not None:

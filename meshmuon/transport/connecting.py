@@ -1,10 +1,10 @@
 """Authenticated connections to a few ranks, made once.
 
-A rank listens, and tells the others its ``Door``: addresses, ports and a random secret. From the doors of all ranks follows a key
-that only they know. A rank then calls each of its targets under all addresses of its door at the same time, and keeps the
-connection on which the target first proves that it has the key; its sources call it. Both sides prove it by an HMAC over
-numbers that the other has just drawn: the key is never sent, and a recorded handshake cannot be replayed. Messages of the
-handshake have a fixed length, and begin with a magic word and the version of the protocol.
+A rank listens, and tells the others its ``Door``: addresses, ports and a random secret. From the doors of all ranks
+follows a key that only they know. A rank then calls each of its targets under all addresses of its door at the same
+time, and keeps the connection on which the target first proves that it has the key; its sources call it. Both sides
+prove it by an HMAC over numbers that the other has just drawn: the key is never sent, and a recorded handshake cannot
+be replayed. Messages of the handshake have a fixed length, and begin with a magic word and the version of the protocol.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ PROTOCOL = 2
 PORTS = "MESHMUON_PORTS"
 _MAGIC = b"meshmuon"
 _HELLO = struct.Struct("!8sHII16s")  # magic, version, rank of the caller and of the called, a random number
-_CHALLENGE = struct.Struct("!8sH16s32s")  # magic, version, another random number, proof of the called; the caller's proof follows
+# magic, version, another random number, proof of the called; the caller's proof follows
+_CHALLENGE = struct.Struct("!8sH16s32s")
 _PROOF = hashlib.sha256().digest_size
 _BACKLOG = 128
 _MOST_STRANGERS = 64  # callers that have not proved anything yet; the oldest makes room
@@ -58,7 +59,9 @@ class UnreachableError(Exception):
 
 
 class Listener:
-    """Listens at every address of this host that other ranks are told, and at no other, from its creation to ``close``."""
+    """Listens at every address of this host that other ranks are told, and at no other, from its creation to
+    ``close``.
+    """
 
     def __init__(self, version: str) -> None:
         self.sockets: list[socket.socket] = []
@@ -110,7 +113,8 @@ def _listening(address: str) -> socket.socket:
 
 
 class Connecting:
-    """Makes the connections of one rank. ``run`` is called once; afterwards ``outgoing`` and ``incoming`` have all of them.
+    """Makes the connections of one rank. ``run`` is called once; afterwards ``outgoing`` and ``incoming`` have all of
+    them.
 
     Args:
         rank: this rank.
@@ -154,8 +158,11 @@ class Connecting:
     async def _connect(self, listener: Listener) -> None:
         self._ended = asyncio.get_running_loop().create_future()
         conversations = [self._accept(listening) for listening in listener.sockets]
-        conversations += [self._call(target, *place) for target in self._targets for place in self._doors[target].places]
-        _tasks = [asyncio.create_task(conversation) for conversation in conversations]  # the loop itself does not keep them
+        conversations += [
+            self._call(target, *place) for target in self._targets for place in self._doors[target].places
+        ]
+        # the loop itself does not keep them
+        _tasks = [asyncio.create_task(conversation) for conversation in conversations]
         while not self._ended.done():
             if time.monotonic() > self._end:
                 missing = self._targets - self.outgoing.keys() or self._sources - self.incoming.keys()
@@ -173,7 +180,9 @@ class Connecting:
                     await asyncio.get_running_loop().sock_connect(connection, (address, port))
                     await self._introduce(target, connection)
             except OSError as error:  # also if there is no IPv6 here, or no route
-                self._troubles[target][f"{address} port {port}"] = os.strerror(error.errno) if error.errno else str(error)
+                self._troubles[target][f"{address} port {port}"] = (
+                    os.strerror(error.errno) if error.errno else str(error)
+                )
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _introduce(self, target: int, connection: socket.socket) -> None:
@@ -219,11 +228,17 @@ class Connecting:
     def _keep(self, peer: int, connection: socket.socket, connections: dict[int, socket.socket]) -> None:
         connections[peer] = connection
         asyncio.get_running_loop().add_reader(connection, self._check_kept, peer, connection)
-        if len(self.outgoing) == len(self._targets) and len(self.incoming) == len(self._sources) and not self._ended.done():
+        if (
+            len(self.outgoing) == len(self._targets)
+            and len(self.incoming) == len(self._sources)
+            and not self._ended.done()
+        ):
             self._ended.set_result(None)
 
     def _check_kept(self, peer: int, connection: socket.socket) -> None:
-        """Something has arrived: a first message, which will be read later, or the end. A rank that gives up closes its own."""
+        """Something has arrived: a first message, which will be read later, or the end. A rank that gives up closes
+        its own.
+        """
         asyncio.get_running_loop().remove_reader(connection)
         try:
             left = not connection.recv(1, socket.MSG_PEEK)
@@ -267,7 +282,8 @@ def _check_version(magic: bytes, version: int) -> None:
         raise ConnectionError("another program answers")
     if version != PROTOCOL:
         raise ConnectionError(
-            f"it speaks version {version} of the protocol, this rank {PROTOCOL}: use one version of meshmuon on all ranks"
+            f"it speaks version {version} of the protocol, this rank {PROTOCOL}: use one version of meshmuon on all "
+            "ranks"
         )
 
 

@@ -38,19 +38,24 @@ class Exchange:
 
     Who calls it, and when:
 
-    1. ``splits``: a ``StepExecutor`` while it prepares a plan, on any rank, any number of times. It does not communicate.
-    2. ``reduce_largest``: the optimizer, at most once per step, before any ``start`` of it, on all ranks of the group or none.
-    3. ``add_up``: the optimizer, at most once per step, after the last ``wait`` of it, on all ranks of the group or none. For
-       rules that ask for numbers of weights also a ``StepExecutor``, after the ``wait`` for the scatters of those waves that it
-       finishes together.
-    4. ``start``: a ``StepExecutor`` while it runs, at every step. All ranks of the group start the same exchanges in the same
-       order, also those in which a rank sends and receives nothing: the n-th exchange of one rank meets the n-th of every other.
-       What a rank sends to another must be as long as what the other expects from it; the plan guarantees that.
-    5. ``Pending.wait``: once for each ``start`` on each rank, in any order. Until then the two buffers must not be touched.
+    1. ``splits``: a ``StepExecutor`` while it prepares a plan, on any rank, any number of times. It does not
+       communicate.
+    2. ``reduce_largest``: the optimizer, at most once per step, before any ``start`` of it, on all ranks of the group
+       or none.
+    3. ``add_up``: the optimizer, at most once per step, after the last ``wait`` of it, on all ranks of the group or
+       none. For rules that ask for numbers of weights also a ``StepExecutor``, after the ``wait`` for the scatters of
+       those waves that it finishes together.
+    4. ``start``: a ``StepExecutor`` while it runs, at every step. All ranks of the group start the same exchanges in
+       the same order, also those in which a rank sends and receives nothing: the n-th exchange of one rank meets the
+       n-th of every other. What a rank sends to another must be as long as what the other expects from it; the plan
+       guarantees that.
+    5. ``Pending.wait``: once for each ``start`` on each rank, in any order. Until then the two buffers must not be
+       touched.
     6. ``tell``: a ``StepExecutor`` while it runs, between the ``start`` of a scatter and its use, on all ranks or none.
-    7. ``warm_up``: a ``StepExecutor``, at most once per plan, before its first ``start``, on all ranks of the group or none.
-    8. ``abandon``: the optimizer, on a rank that fails between its first ``start`` and its last ``wait`` of a step. The group
-       cannot be used after that.
+    7. ``warm_up``: a ``StepExecutor``, at most once per plan, before its first ``start``, on all ranks of the group or
+       none.
+    8. ``abandon``: the optimizer, on a rank that fails between its first ``start`` and its last ``wait`` of a step. The
+       group cannot be used after that.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -61,7 +66,9 @@ class Exchange:
         """Elements per rank of the group, in its order: {0: 6, 2: 12} over four ranks is [6, 0, 12, 0]."""
         return [counts.get(rank, 0) for rank in self.ranks]
 
-    def start(self, received: Tensor, received_splits: list[int], sent: Tensor, sent_splits: list[int], *, phase: str) -> Pending:
+    def start(
+        self, received: Tensor, received_splits: list[int], sent: Tensor, sent_splits: list[int], *, phase: str
+    ) -> Pending:
         """Starts an exchange between flat buffers; ``phase`` names it in errors."""
         with named_phase(phase, self._group):
             work: dist.Work | None = dist.all_to_all_single(
@@ -85,10 +92,12 @@ class Exchange:
         return all_gather_objects(entries, self._group) if most else {}
 
     def warm_up(self, received_splits: list[int], sent_splits: list[int], device: torch.device, attempt: int) -> None:
-        """Exchanges one number with each rank whose split is not 0, and reduces one over all: what connects lazily does so here.
+        """Exchanges one number with each rank whose split is not 0, and reduces one over all: what connects lazily does
+        so here.
 
-        The host waits until all has arrived. If a rank fails, all raise the same error, that of the first one to fail: it leaves
-        its reason in the store of the process group, under the number of this ``attempt``, before its connections are closed.
+        The host waits until all has arrived. If a rank fails, all raise the same error, that of the first one to fail:
+        it leaves its reason in the store of the process group, under the number of this ``attempt``, before its
+        connections are closed.
         """
         own, group = dist.get_rank(), self._group
         arriving, leaving = ([min(1, count) for count in counts] for counts in (received_splits, sent_splits))
@@ -96,7 +105,11 @@ class Exchange:
             try:
                 largest = torch.full((1,), float(own), device=device)
                 sent, received = largest.repeat(sum(leaving)), torch.full((sum(arriving),), -1.0, device=device)
-                wait_for(dist.all_to_all_single(received, sent, arriving, leaving, group=group, async_op=True), received, group)
+                wait_for(
+                    dist.all_to_all_single(received, sent, arriving, leaving, group=group, async_op=True),
+                    received,
+                    group,
+                )
                 arrived, expected = received.tolist(), [rank for rank, n in zip(self.ranks, arriving, strict=True) if n]
                 wait_for(dist.all_reduce(largest, dist.ReduceOp.MAX, group=group, async_op=True), largest, group)
                 if arrived != expected or largest.item() != max(self.ranks):
@@ -107,7 +120,8 @@ class Exchange:
                 raise RuntimeError(first_told(f"meshmuon {WARM_UP} {attempt}", reason)) from error
 
     def abandon(self) -> None:
-        """Called by a rank that leaves a step after the ranks have agreed on it: those that wait for it get an error at once.
+        """Called by a rank that leaves a step after the ranks have agreed on it: those that wait for it get an error at
+        once.
 
         Where the backend cannot tell them, they wait for their timeout.
         """

@@ -1,7 +1,7 @@
 """Lost ranks and broken connections: every rank hears of them soon, and gets an error that names the phase of the step.
 
-A thread looks at the channels of this process a few times a second. If a rank is lost, it closes the channel and its process
-group, so that what waits there wakes, and the ranks at the other ends hear of it in turn.
+A thread looks at the channels of this process a few times a second. If a rank is lost, it closes the channel and its
+process group, so that what waits there wakes, and the ranks at the other ends hear of it in turn.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def _look_for_lost() -> None:
 def wait_for(work: Any, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Waits as ``work.wait()`` does, for a collective of ``tensor``; raises soon after a rank of ``group`` was lost.
 
-    gloo does not always wake a collective whose connection it has closed, or is not told that one has ended, since a fork of the
-    lost rank holds it open. It is therefore waited for in slices: giving up a slice does not disturb the collective. Collectives
-    of other backends either do not make the host wait, or are woken when the group is aborted.
+    gloo does not always wake a collective whose connection it has closed, or is not told that one has ended, since a
+    fork of the lost rank holds it open. It is therefore waited for in slices: giving up a slice does not disturb the
+    collective. Collectives of other backends either do not make the host wait, or are woken when the group is aborted.
     """
     channel = channels.get(group)
     if channel is None or not channel.beside_gloo or tensor.device.type != "cpu":
@@ -107,8 +107,9 @@ def named_phase(phase: str, *groups: dist.ProcessGroup) -> Iterator[None]:
             raise
         # gloo's and NCCL's errors, lost peers and timeouts, and those of connections
         raise TransportError(
-            f"ranks lost each other in the {phase} of a step: {error}. A rank has died, has stalled past the group's timeout, "
-            "or has failed: look for the first error in the logs of all ranks, and resume from the last checkpoint."
+            f"ranks lost each other in the {phase} of a step: {error}. A rank has died, has stalled past the group's "
+            "timeout, or has failed: look for the first error in the logs of all ranks, and resume from the last "
+            "checkpoint."
         ) from error
     except BaseException:  # Ctrl-C: the next collective of this rank would meet the present one of the others
         for group in groups:
@@ -122,10 +123,10 @@ def named_phase(phase: str, *groups: dist.ProcessGroup) -> Iterator[None]:
 def hang_up(group: dist.ProcessGroup) -> None:
     """Closes the connections of a group that can no longer be used, so that ranks which wait for this one fail at once.
 
-    Not every rank is connected to the one that died: only its neighbours notice, and the others would wait for these until the
-    group's timeout. Ranks may wait in the group or in its channel, so both are closed. Backends such as NCCL can be aborted.
-    gloo has no call that closes its connections. It closes them when a message times out, so this waits one millisecond for a
-    message that no rank sends.
+    Not every rank is connected to the one that died: only its neighbours notice, and the others would wait for these
+    until the group's timeout. Ranks may wait in the group or in its channel, so both are closed. Backends such as NCCL
+    can be aborted. gloo has no call that closes its connections. It closes them when a message times out, so this waits
+    one millisecond for a message that no rank sends.
     """
     channel, backend = channels.get(group), gloo_of(group)
     if channel is not None:

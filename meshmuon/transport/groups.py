@@ -23,7 +23,8 @@ class _MadeGroups:
 
     groups: list[dist.ProcessGroup] = field(default_factory=list)
     shared: dist.ProcessGroup | None = None
-    making: threading.RLock = field(default_factory=threading.RLock)  # names are counted: two threads would take the same one
+    # names are counted: two threads would take the same one
+    making: threading.RLock = field(default_factory=threading.RLock)
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _MadeGroups]] = weakref.WeakKeyDictionary()
@@ -34,7 +35,8 @@ _lock = threading.Lock()  # of these dictionaries
 def exchange_group(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
     """A group of exactly ``ranks`` (ascending): the first of ``existing`` that fits, the default group, or a new one.
 
-    Only its members need to call: other ranks, such as those of other pipeline stages, take no part in making a new group.
+    Only its members need to call: other ranks, such as those of other pipeline stages, take no part in making a new
+    group.
     """
     return _fitting(ranks, existing) or _new_group(ranks)
 
@@ -56,8 +58,8 @@ def shared_group(ranks: tuple[int, ...], existing: Iterable[dist.ProcessGroup]) 
 def turn_of(group: dist.ProcessGroup) -> threading.RLock:
     """The lock of ``group``: the thread that holds it is the only one of this process that communicates over the group.
 
-    Collectives of one group meet by the order in which they are started. If two threads started some at the same time, a
-    collective of one could meet another's on another rank.
+    Collectives of one group meet by the order in which they are started. If two threads started some at the same time,
+    a collective of one could meet another's on another rank.
     """
     with _lock:
         return _turns.setdefault(group, threading.RLock())
@@ -83,7 +85,9 @@ def _fitting(ranks: Sequence[int], existing: Iterable[dist.ProcessGroup]) -> dis
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A new group, under a name that each of its members derives without communicating; it ends with the default group."""
+    """A new group, under a name that each of its members derives without communicating; it ends with the default
+    group.
+    """
     base = "meshmuon " + hashlib.sha1(f"{list(ranks)}".encode(), usedforsecurity=False).hexdigest()
     made = _made_of(tuple(ranks))
     with made.making, named_phase("agreement"):

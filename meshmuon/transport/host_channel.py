@@ -1,12 +1,13 @@
 """Small messages between the ranks of a process group, through host memory, over O(log W) connections per rank.
 
-gloo's all-reduce is a ring, 2·(W − 1) hops one after the other, and a gloo group connects every pair of ranks. Here a maximum
-takes ⌈log2 W⌉ hops, and a rank has as many connections in each direction. In a round of distance d, rank i sends all that it
-knows to rank i + d and hears from rank i − d, modulo W. The distances are 1, 2, 4, …: with 6 ranks, rank 5 knows of 5 at first,
-then of 4–5, of 2–5, and of all after 3 rounds. In the last round it may hear of a rank that it knows of.
+gloo's all-reduce is a ring, 2·(W − 1) hops one after the other, and a gloo group connects every pair of ranks. Here a
+maximum takes ⌈log2 W⌉ hops, and a rank has as many connections in each direction. In a round of distance d, rank i
+sends all that it knows to rank i + d and hears from rank i − d, modulo W. The distances are 1, 2, 4, …: with 6 ranks,
+rank 5 knows of 5 at first, then of 4–5, of 2–5, and of all after 3 rounds. In the last round it may hear of a rank that
+it knows of.
 
-Every message has a header: its kind, the round, its sequence number, and the length of its body, which is limited. A rank that
-leaves says why: it has done its part of all steps, or it has failed. One that is killed says nothing.
+Every message has a header: its kind, the round, its sequence number, and the length of its body, which is limited. A
+rank that leaves says why: it has done its part of all steps, or it has failed. One that is killed says nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ Share = Callable[[bytes], list[bytes]]  # every rank's message, in the order of 
 
 
 def open_channel(rank: int, ranks: Sequence[int], share: Share) -> HostChannel | str:
-    """Connects the ranks of a process group; all of them call it. Returns on all ranks a channel, or on all why there is none.
+    """Connects the ranks of a process group; all of them call it. Returns on all ranks a channel, or on all why there
+    is none.
 
     ``share`` gathers a message of every rank, in the order of ``ranks``; it is called twice.
     """
@@ -62,7 +64,9 @@ def open_channel(rank: int, ranks: Sequence[int], share: Share) -> HostChannel |
         return HostChannel(rank, ranks, [])
     with closing(Listener(meshmuon.__version__)) as listener:
         messages = share(to_bytes([listener.door]))
-        doors = {peer: _door_of(peer, message, meshmuon.__version__) for peer, message in zip(ranks, messages, strict=True)}
+        doors = {
+            peer: _door_of(peer, message, meshmuon.__version__) for peer, message in zip(ranks, messages, strict=True)
+        }
         for peer, door in doors.items():
             if door.trouble:
                 return f"rank {peer}: {door.trouble}"
@@ -90,7 +94,9 @@ def _door_of(rank: int, message: bytes, own_version: str) -> Door:
         version = f"version {door.version}"
     except (ValueError, AttributeError):
         version = "another version"
-    raise RuntimeError(f"rank {rank} runs {version} of meshmuon, this rank {own_version}: install the same on all ranks")
+    raise RuntimeError(
+        f"rank {rank} runs {version} of meshmuon, this rank {own_version}: install the same on all ranks"
+    )
 
 
 class _Peer(NamedTuple):
@@ -118,8 +124,8 @@ class _Deadline(NamedTuple):
 class HostChannel:
     """Connections between the ranks of one process group, shared by all that communicate over the group.
 
-    All ranks call ``maximum`` and ``all_gather`` in the same order. A rank that fails must ``end`` the channel: those that
-    wait for it then fail at once, and so on until all have heard. A channel that has ended stays so.
+    All ranks call ``maximum`` and ``all_gather`` in the same order. A rank that fails must ``end`` the channel: those
+    that wait for it then fail at once, and so on until all have heard. A channel that has ended stays so.
 
     Args:
         rank: this rank.
@@ -139,7 +145,8 @@ class HostChannel:
             _set_options(connection)
             self._hang_ups.register(connection, getattr(select, "POLLRDHUP", 0))
         if not _living:
-            Finalize(None, _leave_all, exitpriority=10)  # as atexit, also at the end of processes of ``multiprocessing``
+            # as atexit, also at the end of processes of ``multiprocessing``
+            Finalize(None, _leave_all, exitpriority=10)
         _living.add(self)
 
     def __del__(self) -> None:
@@ -154,7 +161,9 @@ class HostChannel:
         return 2 * len(self._rounds)
 
     def maximum(self, words: Sequence[int], seconds: float) -> tuple[int, ...]:
-        """The largest of each of ``words``, integers of 64 bits, over all ranks, which are waited for at most ``seconds``."""
+        """The largest of each of ``words``, integers of 64 bits, over all ranks, which are waited for at most
+        ``seconds``.
+        """
         words, body = tuple(words), struct.Struct(f"!{len(words)}q")
         count, end = self._begin(seconds)
         with prompt_switches:
@@ -182,7 +191,9 @@ class HostChannel:
     def _swap(self, expected: tuple[int, int, int], body: bytes, target: _Peer, source: _Peer, end: _Deadline) -> bytes:
         """Sends a body to the target of a round while receiving that of its source."""
         if len(body) > _LONGEST_BODY:
-            raise RuntimeError(f"a message of {len(body)} bytes, more than the {_LONGEST_BODY} that ranks send each other")
+            raise RuntimeError(
+                f"a message of {len(body)} bytes, more than the {_LONGEST_BODY} that ranks send each other"
+            )
         rest = memoryview(_HEADER.pack(*expected, len(body)) + body)
         received, size = bytearray(), _HEADER.size + 8 * expected[0]  # that of objects is not known yet
         while True:
@@ -241,7 +252,8 @@ class HostChannel:
 
     def _say_last(self, kind: int) -> None:
         for connection in self._connections():
-            with suppress(OSError):  # the other end was faster, or there is no room behind a long message that it does not read
+            # the other end was faster, or there is no room behind a long message that it does not read
+            with suppress(OSError):
                 connection.send(_HEADER.pack(kind, 255, 0, 0))
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -266,8 +278,8 @@ class HostChannel:
 class PromptSwitches:
     """While any thread is inside, Python's threads take turns every 10 µs instead of every 5 ms.
 
-    A thread that computes in Python would otherwise keep the one that waits for messages from its next round for 5 ms, at every
-    hop.
+    A thread that computes in Python would otherwise keep the one that waits for messages from its next round for 5 ms,
+    at every hop.
     """
 
     def __init__(self) -> None:
@@ -303,8 +315,8 @@ def _length_of(message: bytearray, expected: tuple[int, int, int], rank: int) ->
         raise ConnectionError
     if (kind, number, count) != expected or length > _LONGEST_BODY:
         raise RuntimeError(
-            f"rank {rank} sends (kind, round, count) {(kind, number, count)} of {length} bytes, this rank expects {expected}: "
-            "they have not communicated equally often, or not in the same order"
+            f"rank {rank} sends (kind, round, count) {(kind, number, count)} of {length} bytes, this rank expects "
+            f"{expected}: they have not communicated equally often, or not in the same order"
         )
     return int(length)
 
@@ -331,7 +343,9 @@ def _leave_all() -> None:
 
 
 def _forget_in_fork() -> None:
-    """A fork must not hold connections open that end with this process: the other ranks could not tell that it is dead."""
+    """A fork must not hold connections open that end with this process: the other ranks could not tell that it is
+    dead.
+    """
     for channel in list(_living):
         channel._lock = threading.RLock()  # another thread may have held it
         channel._rounds = []

@@ -26,7 +26,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def check_round_trip(name: str, like: Tensor) -> None:
-    """Refuses a layout whose shards torch cannot gather into the tensor that it sharded; every rank of the mesh must call.
+    """Refuses a layout whose shards torch cannot gather into the tensor that it sharded; every rank of the mesh must
+    call.
 
     It happens with ``_StridedShard`` and sizes that do not divide (torch 2.13: 5 × 1 over two axes, both strided).
     """
@@ -38,14 +39,17 @@ def check_round_trip(name: str, like: Tensor) -> None:
     mesh, placements = sharded.device_mesh, sharded.placements
     numbers = torch.arange(like.numel(), device=sharded.to_local().device).view(like.shape)
     try:
-        gathered, trouble = distribute_tensor(numbers, mesh, placements, src_data_rank=None).full_tensor(), "in another order"
+        gathered, trouble = (
+            distribute_tensor(numbers, mesh, placements, src_data_rank=None).full_tensor(),
+            "in another order",
+        )
     except (RuntimeError, ValueError) as error:  # torch 2.11 raises the latter for a strided shard that stands alone
         gathered, trouble = None, str(error)
     if gathered is None or not torch.equal(gathered, numbers):
         raise UnsupportedError(
-            f"{name}, {tuple(like.shape)} with placements {placements} on a mesh of {tuple(mesh.shape)}: torch itself cannot "
-            f"gather it, which the reference path needs ({trouble}). Step this layout without reference_path=True: the normal "
-            "path does not use torch's gather. Or choose sizes that divide."
+            f"{name}, {tuple(like.shape)} with placements {placements} on a mesh of {tuple(mesh.shape)}: torch itself "
+            f"cannot gather it, which the reference path needs ({trouble}). Step this layout without "
+            "reference_path=True: the normal path does not use torch's gather. Or choose sizes that divide."
         )
 
 
@@ -54,7 +58,8 @@ def own_shard(full: Tensor, like: Tensor) -> Tensor:
     sharded = as_dtensor(like)
     if sharded is None:
         return full
-    from torch.distributed.tensor import distribute_tensor  # importing it costs a second, and single-device users never need it
+    # importing it costs a second, and single-device users never need it
+    from torch.distributed.tensor import distribute_tensor
 
     # Cloned, since a replicated one is a view of ``full``.
     return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local().clone()

@@ -1,4 +1,6 @@
-"""Ranks that would do different things: one plan for all of them, or the same error on all of them and nothing written."""
+"""Ranks that would do different things: one plan for all of them, or the same error on all of them and nothing
+written.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,10 @@ def test_ranks_that_were_built_differently(name: str) -> None:
     def main(rank: int) -> str:
         mesh = world_mesh()
         shapes = {"one": (7, 5), "two": (6, 4), "three": (4, 4)}
-        named = [(n, nn.Parameter(distribute_tensor(torch.ones(s), mesh, [S0], src_data_rank=None))) for n, s in shapes.items()]
+        named = [
+            (n, nn.Parameter(distribute_tensor(torch.ones(s), mesh, [S0], src_data_rank=None)))
+            for n, s in shapes.items()
+        ]
         options: dict[str, Any] = {}
         if rank == 1:
             change(mesh, named, options)
@@ -154,7 +159,9 @@ def test_errors_name_the_difference_and_nothing_else() -> None:
     usual = {"lr": "0.1", "betas": "(0.9, 0.95)", "a": "1", "b": "1", "c": "1", "d": "1"}
 
     def told(**changed: str) -> str:
-        texts = [", ".join(f"{key}={value}" for key, value in options.items()) for options in (usual, {**usual, **changed})]
+        texts = [
+            ", ".join(f"{key}={value}" for key, value in options.items()) for options in (usual, {**usual, **changed})
+        ]
         notes = {rank: Note(None, "x", (("w", "w"),), hyperparameters=((0, texts[rank == 1]),)) for rank in range(3)}
         with pytest.raises(PlanMismatchError) as caught:
             raise_mismatch(notes)
@@ -163,18 +170,28 @@ def test_errors_name_the_difference_and_nothing_else() -> None:
     assert told(betas="(0.8, 0.95)") == "w: rank 1 steps it with betas=(0.8, 0.95); rank 0 with betas=(0.9, 0.95)"
     assert told(extra="[1, 2]") == "w: rank 1 steps it with extra=[1, 2]; rank 0 with no such option"
     many = told(lr="0.2", a="2", b="2", c="2", d="2")
-    assert many == "w: rank 1 steps it with lr=0.2, a=2, b=2, c=2 and 1 more; rank 0 with lr=0.1, a=1, b=1, c=1 and 1 more"
+    assert (
+        many == "w: rank 1 steps it with lr=0.2, a=2, b=2, c=2 and 1 more; rank 0 with lr=0.1, a=1, b=1, c=1 and 1 more"
+    )
 
 
 def test_a_shard_of_as_many_elements_in_another_shape_is_refused() -> None:
-    """(6, 4) over 2 ranks: each holds (3, 4). A wrapper that stores (4, 3) would mix up the elements without an error."""
+    """(6, 4) over 2 ranks: each holds (3, 4). A wrapper that stores (4, 3) would mix up the elements without an
+    error.
+    """
 
     def main(rank: int) -> str:
         mesh = world_mesh()
         part = torch.ones((4, 3) if rank == 1 else (3, 4))
-        param = nn.Parameter(DTensor.from_local(part, mesh, [S0], run_check=False, shape=torch.Size((6, 4)), stride=(4, 1)))
+        param = nn.Parameter(
+            DTensor.from_local(part, mesh, [S0], run_check=False, shape=torch.Size((6, 4)), stride=(4, 1))
+        )
         optimizer = Muon([{"params": [param], "names": ["turned"], "use_muon": True}])
-        param.grad = DTensor.from_local(part.clone(), mesh, [S0], run_check=False, shape=torch.Size((6, 4)), stride=(4, 1))
+        param.grad = DTensor.from_local(
+            part.clone(), mesh, [S0], run_check=False, shape=torch.Size((6, 4)), stride=(4, 1)
+        )
         return refused(optimizer)
 
-    assert re.match(r"PlanError: .*turned .* should hold \(3, 4\), but it holds \(4, 3\)", one_text(run_threads(2, main)))
+    assert re.match(
+        r"PlanError: .*turned .* should hold \(3, 4\), but it holds \(4, 3\)", one_text(run_threads(2, main))
+    )

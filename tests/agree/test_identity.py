@@ -1,4 +1,6 @@
-"""Several optimizers that look alike: ranks that step them in different orders are told, and nobody else is disturbed."""
+"""Several optimizers that look alike: ranks that step them in different orders are told, and nobody else is
+disturbed.
+"""
 
 from __future__ import annotations
 
@@ -218,10 +220,17 @@ ON_ALL_RANKS = [copied, replaced_by_a_copy, loaded, built_anew]
 @pytest.mark.parametrize("layout", ["rows", "plain replicas"])
 @pytest.mark.parametrize(
     ("event", "whose", "ranks"),
-    [*((event, [k], [ODD]) for event in EVENTS for k in (0, 1)), *((event, [0, 1], range(WORLD)) for event in ON_ALL_RANKS)],
+    [
+        *((event, [k], [ODD]) for event in EVENTS for k in (0, 1)),
+        *((event, [0, 1], range(WORLD)) for event in ON_ALL_RANKS),
+    ],
 )
-def test_what_ranks_may_do(event: Callable[[Model], object], whose: list[int], ranks: list[int], layout: str, when: int) -> None:
-    """One alone with one of two optimizers, or all with both, before the first step or later: no error, and the same bits."""
+def test_what_ranks_may_do(
+    event: Callable[[Model], object], whose: list[int], ranks: list[int], layout: str, when: int
+) -> None:
+    """One alone with one of two optimizers, or all with both, before the first step or later: no error, and the
+    same bits.
+    """
 
     def main(rank: int) -> list[list[Tensor]]:
         models, kept = [Model(layout, 1), Model(layout, 2)], []
@@ -315,8 +324,8 @@ def test_a_closure_that_ends_a_step_on_one_rank(first: int) -> None:
     texts = {said[0] for said, _ in found}
     assert len(texts) == 1, texts
     assert texts.pop().startswith(
-        f"PlanMismatchError: rank 1 is at call {first + 1} of this optimizer's step() since the ranks first stepped it together, "
-        f"rank 0 at call {first}"
+        f"PlanMismatchError: rank 1 is at call {first + 1} of this optimizer's step() since the ranks first stepped "
+        f"it together, rank 0 at call {first}"
     )
     assert_untroubled("rows", first + 2, [values for _, values in found])
 

@@ -60,7 +60,9 @@ BOTH = pytest.mark.parametrize("use_muon", [True, False], ids=["muon", "adamw"])
 @BOTH
 @pytest.mark.parametrize("loads", [False, True], ids=["made", "loaded"])
 def test_state_that_one_rank_has_made_and_not_stepped_is_none(loads: bool, use_muon: bool) -> None:
-    """``state_dict()`` makes zeros and the key of the rounding counter, which is no progress: nothing would restart elsewhere."""
+    """``state_dict()`` makes zeros and the key of the rounding counter, which is no progress: nothing would restart
+    elsewhere.
+    """
 
     def main(rank: int) -> Tensor:
         replica, earlier = Replica(use_muon), Replica(use_muon).param
@@ -84,7 +86,9 @@ def test_state_that_one_rank_has_made_and_not_stepped_is_none(loads: bool, use_m
 @pytest.mark.parametrize("part", ["all", "rounding_counter"])
 @pytest.mark.parametrize("scale", [1.0, 0.0], ids=["usual", "zero gradient"])
 def test_state_that_one_rank_has_lost_is_refused(scale: float, part: str, use_muon: bool) -> None:
-    """Also if the momentum is zero, so that only the counts tell; what a user keeps beside the state does not matter."""
+    """Also if the momentum is zero, so that only the counts tell; what a user keeps beside the state does not
+    matter.
+    """
 
     def main(rank: int) -> None:
         replica = Replica(use_muon)
@@ -93,7 +97,9 @@ def test_state_that_one_rank_has_lost_is_refused(scale: float, part: str, use_mu
         state[replica.param] = {"note": "of the user", **state[replica.param]}
         if rank == 1:
             del (state if part == "all" else state[replica.param])[replica.param if part == "all" else part]
-        with pytest.raises(StateError, match="w has no state on rank 1 and would restart there from zero, while rank 0 has"):
+        with pytest.raises(
+            StateError, match="w has no state on rank 1 and would restart there from zero, while rank 0 has"
+        ):
             replica.step(1)
 
     run_threads(2, main)

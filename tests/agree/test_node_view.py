@@ -48,13 +48,17 @@ def test_the_setting_decides(setting: str, world: int, expected: Nodes, monkeypa
     assert NodeView.from_environment(0, range(world), world).nodes == expected
     for rank in range(world):
         for other in range(world):
-            assert (node_name(rank, world) == node_name(other, world)) == (expected.node_of(rank) == expected.node_of(other))
+            assert (node_name(rank, world) == node_name(other, world)) == (
+                expected.node_of(rank) == expected.node_of(other)
+            )
 
 
 @pytest.mark.parametrize("setting", ["3", "0", "2,3", "two", "2,,2", "-2", "4,0", "²"])
 def test_a_setting_that_does_not_divide_the_ranks(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, setting)
-    with pytest.raises(ConfigError, match=rf"^{SETTING}='{setting}' does not divide 4 ranks into nodes.* such as 8,8,4"):
+    with pytest.raises(
+        ConfigError, match=rf"^{SETTING}='{setting}' does not divide 4 ranks into nodes.* such as 8,8,4"
+    ):
         NodeView.from_environment(0, range(4), 4)
 
 
@@ -120,12 +124,22 @@ def test_nodes_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "kind", "text"),
     [
-        (["2", "2", "4", "2"], "PlanMismatchError", f"rank 2 has {SETTING}='4' in its environment, rank 0 has '2'. Set it"),
-        (["", "2", "2", "2"], "PlanMismatchError", f"rank 1 has {SETTING}='2' in its environment, rank 0 has ''. Set it"),
+        (
+            ["2", "2", "4", "2"],
+            "PlanMismatchError",
+            f"rank 2 has {SETTING}='4' in its environment, rank 0 has '2'. Set it",
+        ),
+        (
+            ["", "2", "2", "2"],
+            "PlanMismatchError",
+            f"rank 1 has {SETTING}='2' in its environment, rank 0 has ''. Set it",
+        ),
         (["2", "2", "2", "3"], "ConfigError", f"rank 3: {SETTING}='3' does not divide 4 ranks into nodes"),
     ],
 )
-def test_ranks_that_are_told_different_things(settings: list[str], kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_told_different_things(
+    settings: list[str], kind: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tell_ranks({SETTING: settings}, monkeypatch)
 
     def main(rank: int) -> str:

@@ -1,4 +1,6 @@
-"""Which parameters a plan covers: those with gradients join at once, those without leave after long, if it is worth it."""
+"""Which parameters a plan covers: those with gradients join at once, those without leave after long, if it is worth
+it.
+"""
 
 from __future__ import annotations
 

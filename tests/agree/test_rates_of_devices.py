@@ -1,4 +1,6 @@
-"""Ranks plan with the machine file that fits the name of their GPU, as ``meshmuon plan`` does, and say so if there is none."""
+"""Ranks plan with the machine file that fits the name of their GPU, as ``meshmuon plan`` does, and say so if there
+is none.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def records() -> tuple[ParamRecord, ...]:
     place = ParamLocation((512, 2048), MESH, (Replicated(), Sharded(0)), GPU, GPU)
     weights = [torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16) for _ in range(48)]
     return tuple(
-        ParamRecord.of(f"layers.{k}", weight, 0, cast(ParamGroup, {}), recipe, None, place) for k, weight in enumerate(weights)
+        ParamRecord.of(f"layers.{k}", weight, 0, cast(ParamGroup, {}), recipe, None, place)
+        for k, weight in enumerate(weights)
     )
 
 
@@ -48,7 +51,9 @@ def test_a_job_plans_as_the_simulation_of_its_machine(monkeypatch: pytest.Monkey
     assert plan.options.cost == machine.rates_for("bfloat16", several_nodes=False, weight=2).cost_model() != GUESS
 
 
-def test_an_unknown_device_is_guessed_and_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_device_is_guessed_and_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     _tell_of_guess.cache_clear()
     with caplog.at_level(logging.WARNING, "meshmuon"):
         plans = [plan_on("Imaginary 9000", monkeypatch) for _ in range(2)]

@@ -1,4 +1,6 @@
-"""What speed claims rest on: contenders take turns, ratios are of one round, and all have made the same update before."""
+"""What speed claims rest on: contenders take turns, ratios are of one round, and all have made the same update
+before.
+"""
 
 from __future__ import annotations
 
@@ -101,5 +103,10 @@ def test_ratios_goals_and_medians() -> None:
     halves = ratio([1.0, 10.0, 100.0], [2.0, 20.0, 200.0])
     assert (halves.median, halves.low, halves.high, halves.count) == (0.5, 0.5, 0.5, 3)
     assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]).median == 3.0
-    goals = [Goal("a", 0.5, most=0.5), Goal("a", 0.51, most=0.5), Goal("a", 0.9, least=0.9), Goal("a", math.nan, most=1)]
+    goals = [
+        Goal("a", 0.5, most=0.5),
+        Goal("a", 0.51, most=0.5),
+        Goal("a", 0.9, least=0.9),
+        Goal("a", math.nan, most=1),
+    ]
     assert [goal.verdict for goal in goals] == ["reached", "missed", "reached", "not measured"]

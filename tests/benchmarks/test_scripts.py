@@ -1,4 +1,6 @@
-"""Each benchmark runs at tiny sizes and leaves its table, its figures, its plot and its goals; a few figures must be as known."""
+"""Each benchmark runs at tiny sizes and leaves its table, its figures, its plot and its goals; a few figures must
+be as known.
+"""
 
 from __future__ import annotations
 

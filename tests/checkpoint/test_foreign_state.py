@@ -14,7 +14,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshmuon import MeshmuonError, Muon, StateError, get_default_muon_param_groups
 from meshmuon.checkpoint import convert_torch_state
-from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
+from tests.support.reference import (
+    LR,
+    assert_same_bits,
+    copies,
+    gradients,
+    group,
+    make_params,
+    muon,
+    run,
+    set_gradients,
+)
 from tests.support.threads import run_threads
 
 SHAPES = ((8, 6), (6, 8), (5,), (7, 2))
@@ -41,7 +51,9 @@ def of_torch(params: list[nn.Parameter]) -> torch.optim.Muon:
 
 
 def test_torchs_muon_is_refused_and_the_way_told() -> None:
-    """Its state has our names, but its momentum is a mean: the next update would be 1/(1 − momentum) times too small or large."""
+    """Its state has our names, but its momentum is a mean: the next update would be 1/(1 − momentum) times too
+    small or large.
+    """
     params = make_params((8, 6), (6, 8))
     theirs = of_torch(copies(params))
     optimizer = muon(params)
@@ -57,7 +69,9 @@ def test_torchs_muon_is_refused_and_the_way_told() -> None:
 
 
 def test_torchs_muon_is_told_first() -> None:
-    """Where torch needs two optimizers, the number of groups is not what is wrong; nor are keys that are names, as DCP's."""
+    """Where torch needs two optimizers, the number of groups is not what is wrong; nor are keys that are names, as
+    DCP's.
+    """
     params = make_params(*SHAPES)
     with pytest.raises(StateError, match=CONVERT):
         build(params).load_state_dict(of_torch(copies(params[:2])).state_dict())
@@ -73,7 +87,9 @@ def test_torchs_muon_is_told_first() -> None:
 
 
 @pytest.mark.parametrize("dtype", WRONG, ids=str)
-@pytest.mark.parametrize(("place", "key"), [(1, "momentum_buffer"), (0, "rule_memory"), (2, "exp_avg"), (3, "exp_avg_sq")])
+@pytest.mark.parametrize(
+    ("place", "key"), [(1, "momentum_buffer"), (0, "rule_memory"), (2, "exp_avg"), (3, "exp_avg_sq")]
+)
 def test_state_of_a_wrong_dtype(place: int, key: str, dtype: torch.dtype) -> None:
     """Refused at load before anything is overwritten, and before a step writes where it was put in by hand."""
     params = make_params(*SHAPES)
@@ -83,7 +99,9 @@ def test_state_of_a_wrong_dtype(place: int, key: str, dtype: torch.dtype) -> Non
     foreign = copy.deepcopy(optimizer.state_dict())
     foreign["state"][place][key] = foreign["state"][place][key].to(dtype)
     before = content(optimizer)
-    with pytest.raises(StateError, match=rf"{name}: its saved {key} is a tensor of shape .* in {dtype}, it must be .* float32"):
+    with pytest.raises(
+        StateError, match=rf"{name}: its saved {key} is a tensor of shape .* in {dtype}, it must be .* float32"
+    ):
         optimizer.load_state_dict(foreign)
     assert_same_bits(content(optimizer), before)
 

@@ -165,7 +165,10 @@ WRONG: list[tuple[Any, str]] = [
     (lambda saved: saved["state"].pop(0), r"layers\.0\.weight trains, but the state_dict has nothing for it"),
     (lambda saved: saved["state"].pop(4), r"norms\.1\.weight trains, but .* state_dict\[\"state\"\]\[4\] = \{\}"),
     (with_entry(0, "momentum_buffer", None), r"layers\.0\.weight: its saved momentum_buffer is a NoneType"),
-    (with_entry(3, "exp_avg", 1.0), r"norms\.0\.weight: its saved exp_avg is a float, it must be a tensor of shape \(5,\)"),
+    (
+        with_entry(3, "exp_avg", 1.0),
+        r"norms\.0\.weight: its saved exp_avg is a float, it must be a tensor of shape \(5,\)",
+    ),
     *((with_entry(3, "step", step), r"norms\.0\.weight: its saved step is") for step in STEPS),
     (
         lambda saved: saved["param_groups"][0].update(momentum_dtype="float23"),

@@ -16,10 +16,13 @@ from tests.support.bounds import norm_error, unit
 
 ORDERS = [0.5, 1.0, 2.0, 3.5, 40.0, math.inf]
 SHAPES = [(7, 5), (3,), (), (2, 3, 4), (0, 4)]
-CLIPPED = 1e-6 + 4 * unit(torch.float32)  # a norm above 1 is increased by 1e-6 first; then a quotient and a product are rounded
+# a norm above 1 is increased by 1e-6 first; then a quotient and a product are rounded
+CLIPPED = 1e-6 + 4 * unit(torch.float32)
 
 
-def parameters(scale: float = 1.0, dtypes: Iterable[torch.dtype] = (torch.float32,), shapes: Any = SHAPES) -> list[nn.Parameter]:
+def parameters(
+    scale: float = 1.0, dtypes: Iterable[torch.dtype] = (torch.float32,), shapes: Any = SHAPES
+) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(5)
     found = []
     for shape in shapes:
@@ -41,7 +44,8 @@ def grads(params: Iterable[Tensor]) -> list[Tensor]:
 def beside(
     mine: list[nn.Parameter], theirs: list[nn.Parameter], max_norm: float, norm_type: float, foreach: bool | None = None
 ) -> None:
-    full = [param for param in theirs if param.grad is None or param.grad.numel()]  # torch has no inf-norm of an empty tensor
+    # torch has no inf-norm of an empty tensor
+    full = [param for param in theirs if param.grad is None or param.grad.numel()]
     wanted = torch.nn.utils.clip_grad_norm_(full, max_norm, norm_type)
     found = clip_grad_norm_(mine, max_norm, norm_type, foreach=foreach)
     assert found.shape == ()
@@ -73,7 +77,9 @@ def test_error_if_nonfinite(bad: float, norm_type: float) -> None:
     params = parameters()
     grads(params)[0][3, 2] = bad
     before = [grad.clone() for grad in grads(params)]
-    with pytest.raises(GradientError, match=f"norm of order {norm_type} of all gradients is {bad}; nothing was changed"):
+    with pytest.raises(
+        GradientError, match=f"norm of order {norm_type} of all gradients is {bad}; nothing was changed"
+    ):
         clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
     with pytest.raises(GradientError, match="nothing was changed"):
         total_grad_norm(params, norm_type, error_if_nonfinite=True)
@@ -105,9 +111,14 @@ def test_float64_and_complex() -> None:
     params = parameters(dtypes=(torch.float64,))
     wanted = torch.nn.utils.get_total_norm(grads(params))
     assert wanted.dtype == total_grad_norm(params).dtype == torch.float64
-    torch.testing.assert_close(total_grad_norm(params), wanted, rtol=2 * norm_error(count(params), torch.float64), atol=0)
+    torch.testing.assert_close(
+        total_grad_norm(params), wanted, rtol=2 * norm_error(count(params), torch.float64), atol=0
+    )
     beside(
-        parameters(dtypes=(torch.complex64,), shapes=[(3, 4)]), parameters(dtypes=(torch.complex64,), shapes=[(3, 4)]), 0.5, 2.0
+        parameters(dtypes=(torch.complex64,), shapes=[(3, 4)]),
+        parameters(dtypes=(torch.complex64,), shapes=[(3, 4)]),
+        0.5,
+        2.0,
     )
 
 
@@ -179,7 +190,9 @@ def test_max_norm_as_a_tensor(limit: Any) -> None:
     params = parameters()
     found = clip_grad_norm_(params, limit)
     assert not found.requires_grad
-    assert float(total_grad_norm(params)) == pytest.approx(0.5, rel=2 * norm_error(count(params), torch.float32) + CLIPPED)
+    assert float(total_grad_norm(params)) == pytest.approx(
+        0.5, rel=2 * norm_error(count(params), torch.float32) + CLIPPED
+    )
 
 
 def test_gradients_that_have_gradients() -> None:
@@ -196,11 +209,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "p of minus infinity": (lambda: total_grad_norm(parameters(), -math.inf), "norm_type=-inf"),
     "p of NaN": (lambda: total_grad_norm(parameters(), math.nan), "norm_type=nan"),
     "p as a word": (lambda: total_grad_norm(parameters(), "fro"), "norm_type='fro'"),  # type: ignore[arg-type]
-    "a limit beyond floats": (lambda: clip_grad_norm_(parameters(), 10**400), "max_norm=1000.* must be a number of at least 0"),
+    "a limit beyond floats": (
+        lambda: clip_grad_norm_(parameters(), 10**400),
+        "max_norm=1000.* must be a number of at least 0",
+    ),
     "a negative limit": (lambda: clip_grad_norm_(parameters(), -1.0), "max_norm=-1.0 must be a number of at least 0"),
     "a limit of NaN": (lambda: clip_grad_norm_(parameters(), math.nan), "max_norm=nan"),
     "a negative tensor": (lambda: clip_grad_norm_(parameters(), torch.tensor(-1.0)), "max_norm=tensor"),
-    "two limits": (lambda: clip_grad_norm_(parameters(), torch.ones(2)), r"one element, got a plain tensor of shape \(2,\)"),
+    "two limits": (
+        lambda: clip_grad_norm_(parameters(), torch.ones(2)),
+        r"one element, got a plain tensor of shape \(2,\)",
+    ),
     "no limit": (lambda: clip_grad_norm_(parameters(), "much"), "max_norm='much'"),  # type: ignore[arg-type]
     "groups": (lambda: total_grad_norm([{"params": parameters()}]), r"got dict. Pass model.parameters\(\)"),  # type: ignore[list-item]
     "pairs": (lambda: total_grad_norm(nn.Linear(2, 2).named_parameters()), "got tuple"),  # type: ignore[arg-type]

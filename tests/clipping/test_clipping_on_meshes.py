@@ -68,14 +68,20 @@ def near(case: Case, order: float) -> float:
 
 
 def close(mine: Tensor, wanted: Tensor, dtype: torch.dtype, norm: float) -> None:
-    """Clipped by a norm that is off by ``norm``; factor and product are rounded, and subnormal numbers have fewer digits."""
+    """Clipped by a norm that is off by ``norm``; factor and product are rounded, and subnormal numbers have fewer
+    digits.
+    """
     limits = torch.finfo(dtype)
     rtol = norm + 4 * unit(torch.float32) + 2 * unit(dtype)
     torch.testing.assert_close(mine.to(wanted.dtype), wanted, rtol=rtol, atol=limits.tiny * limits.eps)
 
 
 def check(
-    case: Case, meshes: Sequence[DeviceMesh], order: float, foreach: bool | None = None, calls: dict[int, Any] | None = None
+    case: Case,
+    meshes: Sequence[DeviceMesh],
+    order: float,
+    foreach: bool | None = None,
+    calls: dict[int, Any] | None = None,
 ) -> float:
     """Clips on this rank, and demands what torch finds on one device."""
     whole, _ = expected(case, math.inf, order)
@@ -121,8 +127,19 @@ def test_random_layouts_equal_one_device(drawn: tuple[Case, Layouts], order: flo
     on_threads(*drawn, order, foreach)
 
 
-HSDP_TP = (Param((9, 6), 0, (R, S0, S1)), Param((8, 6), 0, (R, FSDP_OF_TP, S0)), Param((5,), 0, (R, S0, R)), Param((3, 3), None))
-SLICES = (Param((7, 5), 0, (S0, S1)), Param((5, 4), 1, (S0,)), Param((8, 3), 2, (S1,)), Param((6,), 1, (R,)), Param((4,), None))
+HSDP_TP = (
+    Param((9, 6), 0, (R, S0, S1)),
+    Param((8, 6), 0, (R, FSDP_OF_TP, S0)),
+    Param((5,), 0, (R, S0, R)),
+    Param((3, 3), None),
+)
+SLICES = (
+    Param((7, 5), 0, (S0, S1)),
+    Param((5, 4), 1, (S0,)),
+    Param((8, 3), 2, (S1,)),
+    Param((6,), 1, (R,)),
+    Param((4,), None),
+)
 LAYOUTS: dict[str, tuple[Layouts, tuple[Param, ...]]] = {
     "replicated": (Layouts((2, 2)), (Param((6, 4), 0, (R, R)), Param((5,), 0, (R, R)))),
     "fewer rows than ranks": (Layouts((8,)), (Param((3, 4), 0, (S0,)), Param((1,), 0, (S0,)), Param((9, 2), 0, (S0,)))),
@@ -270,7 +287,9 @@ def clip_wrapped(net: nn.Module, whole: nn.Module, order: float) -> float:
         other.grad = seeded(other.shape, k)
         param.grad = like(param, other.grad)
     wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.7, order)
-    bound = 2 * norm_error(sum(param.numel() for param in whole.parameters()), torch.float32, order) + 2 * unit(torch.float32)
+    bound = 2 * norm_error(sum(param.numel() for param in whole.parameters()), torch.float32, order) + 2 * unit(
+        torch.float32
+    )
     found = clip_grad_norm_(net.parameters(), 0.7, order)
     assert float(found) == pytest.approx(float(wanted), rel=bound)
     for param, other in zip(net.parameters(), whole.parameters(), strict=True):

@@ -106,7 +106,9 @@ def test_one_rank_that_is_not_finite(where: str, bad: float, order: float) -> No
         before = [local(param.grad) for param in params]  # type: ignore[arg-type]
         with pytest.raises(GradientError, match=f"of all gradients is {abs(bad)}; nothing was changed"):
             clip_grad_norm_(params, 1.0, order, error_if_nonfinite=True)
-        kept = all(torch.equal(local(p.grad).nan_to_num(), was.nan_to_num()) for p, was in zip(params, before, strict=True))  # type: ignore[arg-type]
+        kept = all(
+            torch.equal(local(p.grad).nan_to_num(), was.nan_to_num()) for p, was in zip(params, before, strict=True)
+        )  # type: ignore[arg-type]
         return float(clip_grad_norm_(params, 1.0, order)), kept
 
     for found, kept in run_threads(4, main):
@@ -139,7 +141,9 @@ BAD: dict[str, tuple[int, Callable[[nn.Parameter], Tensor], str]] = {
 @pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("ranks", [(2,), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("name", BAD)
-def test_bad_gradients_are_refused_on_all_ranks_and_nothing_is_written(name: str, ranks: tuple[int, ...], order: float) -> None:
+def test_bad_gradients_are_refused_on_all_ranks_and_nothing_is_written(
+    name: str, ranks: tuple[int, ...], order: float
+) -> None:
     which, make, text = BAD[name]
 
     def main(rank: int) -> Tensor:
@@ -189,7 +193,9 @@ def test_ranks_that_clip_different_things(name: str, order: float) -> None:
 
 @pytest.mark.parametrize("what", ["option", "missing", "pipeline"])
 def test_an_error_keeps_nothing_alive(what: str) -> None:
-    """A process group that outlives destroy_process_group in a cycle of references may end the process with an abort."""
+    """A process group that outlives destroy_process_group in a cycle of references may end the process with an
+    abort.
+    """
 
     def main(rank: int) -> bool:
         params, mesh, _ = stage(rank)
@@ -197,8 +203,12 @@ def test_an_error_keeps_nothing_alive(what: str) -> None:
             params[-1].grad = None  # a plain tensor, of which the other ranks of the stage have the gradient
         watch = weakref.ref(params[0])
         limit = -1.0 if what != "missing" and rank == 1 else 1.0
-        said, _ = decision(lambda: clip_grad_norm_(params, limit, pp_group=mesh["pp"].get_group() if what != "option" else None))
-        assert said == ("found" if what == "option" and rank >= 4 else "GradientError" if what == "missing" else "ConfigError")
+        said, _ = decision(
+            lambda: clip_grad_norm_(params, limit, pp_group=mesh["pp"].get_group() if what != "option" else None)
+        )
+        assert said == (
+            "found" if what == "option" and rank >= 4 else "GradientError" if what == "missing" else "ConfigError"
+        )
         params.clear()
         return watch() is None
 

@@ -37,7 +37,8 @@ def test_adamw_alone_as_torch(norm_type: float) -> None:
     theirs = torch.nn.utils.clip_grad_norm_(twins[2:], 0.1, norm_type)
     torch.testing.assert_close(norm, theirs)
     torch.testing.assert_close([param.grad for param in params], [param.grad for param in twins])
-    assert_same_bits([param.grad for param in params[:2]], [param.grad for param in twins[:2]])  # Muon's are as they were
+    # Muon's are as they were
+    assert_same_bits([param.grad for param in params[:2]], [param.grad for param in twins[:2]])
 
 
 def test_an_optimizer_stands_for_its_parameters() -> None:

@@ -1,4 +1,6 @@
-"""Jobs for real gloo processes: checkpoints saved on one layout, loaded on another, continued with the bits of one device."""
+"""Jobs for real gloo processes: checkpoints saved on one layout, loaded on another, continued with the bits of one
+device.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,12 @@ def save(layout: str, folder: Path) -> None:
     assert {name for name, *_ in shown} == {f"{name}.weight" for name, spec in SPECS.items() if not spec.frozen}
     for name, key, shape, _ in shown:
         whole = SPECS[name.removesuffix(".weight")].shape
-        assert shape == {"step": (), "rule_memory": (*whole[:1], 1), "rounding_counter": (2,), "momentum_scale": (7, 2)}.get(
-            key, whole
-        )
+        assert shape == {
+            "step": (),
+            "rule_memory": (*whole[:1], 1),
+            "rounding_counter": (2,),
+            "momentum_scale": (7, 2),
+        }.get(key, whole)
     assert optimizer.plan().digest == digest
     dcp.save(state, checkpoint_id=folder / layout)
     check_continued(model, optimizer)  # saving disturbs nothing
@@ -148,7 +153,9 @@ def fresh_with_zeros(layout: str) -> tuple[Model, Muon]:
 
 
 def creating_state(layout: str) -> None:
-    """torch's zero-gradient step on a fresh optimizer: zeros, no step counted, weights as they were to the sign of a zero."""
+    """torch's zero-gradient step on a fresh optimizer: zeros, no step counted, weights as they were to the sign of
+    a zero.
+    """
     model, optimizer = fresh_with_zeros(layout)
     before = content(model, optimizer)
     lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -156,7 +163,8 @@ def creating_state(layout: str) -> None:
     after = content(model, optimizer)
     check_same_bits(before, after)
     created = {name: local(value) for name, value in after.items() if name not in before}
-    counted = {name: value[1:] if name.endswith("rounding_counter") else value for name, value in created.items()}  # not the keys
+    # not the keys
+    counted = {name: value[1:] if name.endswith("rounding_counter") else value for name, value in created.items()}
     assert not any(bits(value).any() for value in counted.values())
     assert [float(group["lr"]) for group in optimizer.param_groups] == lrs
     assert all(param.grad is None for param in model.parameters())
@@ -239,7 +247,8 @@ def step_replicas(model: nn.ParameterDict, optimizer: DistMuon, steps: range) ->
     for step in steps:
         for k, (name, param) in enumerate(model.items()):
             param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + k))
-            param.grad = None if name == "late" and step < 7 else param.grad.bfloat16().float()  # sums of few bits are exact
+            # sums of few bits are exact
+            param.grad = None if name == "late" and step < 7 else param.grad.bfloat16().float()
         optimizer.step()
 
 

@@ -70,7 +70,9 @@ def fsdp_over_tp(sizes: tuple[int, int, int], **options: Any) -> None:
 
 
 def trained(wrap: Callable[[Net], nn.Module | None], sizes: tuple[int, int, int] = (5, 7, 3)) -> None:
-    """Through forward and backward: the averaged gradients of torch's wrapper, gathered, give one device the same bits."""
+    """Through forward and backward: the averaged gradients of torch's wrapper, gathered, give one device the same
+    bits.
+    """
     whole, model = build_net(sizes), build_net(sizes)
     wrapped = wrap(model) or model
     optimizer, reference = optimizer_of(model), optimizer_of(whole)
@@ -124,7 +126,9 @@ def ddp_divides_the_work() -> None:
 
 
 def pipeline_stages() -> None:
-    """Two stages of two ranks: other parameters, other meshes; a stage needs nothing from the other, not even its steps."""
+    """Two stages of two ranks: other parameters, other meshes; a stage needs nothing from the other, not even its
+    steps.
+    """
     stage = dist.get_rank() // 2
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]  # making a mesh is for all ranks
     shapes = [((7, 5), (6, 4)), ((5, 9), (3, 3), (8, 2))][stage]
@@ -136,7 +140,9 @@ def pipeline_stages() -> None:
 
 
 def meshes_over_some_ranks() -> None:
-    """All ranks hold all parameters, of some an empty part: two meshes that share a rank, and a third apart from them."""
+    """All ranks hold all parameters, of some an empty part: two meshes that share a rank, and a third apart from
+    them.
+    """
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [3])]
     case = Case((Param((7, 5), 0, (S0,)), Param((6, 4), 1, (S0,)), Param((5, 5), 2, (S0,)), Param((4, 7), 1, (R,))))
     expected = single(case)
@@ -149,7 +155,9 @@ def meshes_over_some_ranks() -> None:
 
 
 def dist_muon() -> None:
-    """Every rank with gradients of its own; odd sizes, fewer matrices than ranks in some waves, and one that a rank lacks."""
+    """Every rank with gradients of its own; odd sizes, fewer matrices than ranks in some waves, and one that a rank
+    lacks.
+    """
     shapes = ((7, 5), (6, 4), (5, 9), (1, 3), (8, 8))
     case = Case(tuple(Param(shape, None) for shape in shapes), missing=((1, 0, 1),), averages=True)
     held = [held_by(case, [])] * dist.get_world_size()
@@ -186,7 +194,13 @@ IDLE = (
 TWO_MESHES = (Param((7, 5), 0, (S0, S1)), Param((11, 4), 1, (S0,)), Param((4, 6), 1, (R,)), Param((6, 6), 0, (R, S0)))
 WHOLE = (Param((6, 4), 0, (R,)), Param((4, 6), 0, (R,)), Param((6,), 0, (R,), muon=False))
 
-REAL_GUARDS = ("Shard(0) on 2", "Shard(0) on 4, with empty shards", "replicated", "HSDP, every replica computes", "DistMuon")
+REAL_GUARDS = (
+    "Shard(0) on 2",
+    "Shard(0) on 4, with empty shards",
+    "replicated",
+    "HSDP, every replica computes",
+    "DistMuon",
+)
 CASES: dict[str, tuple[int, Callable[[], object]]] = {  # name: number of ranks, what each of them runs
     **{
         f"FSDP2, {world} ranks, {text}": (world, partial(fsdp, sizes))

@@ -1,7 +1,9 @@
-"""The reference path on random placements, in real processes: torch's threaded process group loses count of its gathers.
+"""The reference path on random placements, in real processes: torch's threaded process group loses count of its
+gathers.
 
-torch gathers the matrices there, so that torch's faults show: with ``_StridedShard`` and sizes that do not divide, its gather
-fails or puts elements in other places than its own cut took them from. Such layouts must be refused, and only they.
+torch gathers the matrices there, so that torch's faults show: with ``_StridedShard`` and sizes that do not divide, its
+gather fails or puts elements in other places than its own cut took them from. Such layouts must be refused, and only
+they.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def gathers(case: Case, mesh: DeviceMesh, k: int) -> bool:
 
 def random_layouts_on_the_reference_path() -> None:
     rng, refused = random.Random(0), 0
-    meshes = {shape: DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(shape)) for shape in ((4,), (2, 2), (1, 4))}
+    meshes = {
+        shape: DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(shape)) for shape in ((4,), (2, 2), (1, 4))
+    }
     for _ in range(CASES):
         shape = rng.choice(list(meshes))
         options = {"nesterov": rng.random() < 0.5, "scheme": rng.choice(["keller", "polar_express"])}

@@ -1,18 +1,19 @@
 """bfloat16 on the wire: half the bytes, and an update whose error is bounded. ``test_cases.py`` draws all else.
 
-The bound. Let u = 2⁻⁸ be bfloat16's unit roundoff (8 significant bits). What is sent of the matrix A is Ã with |Ã − A| ≤ u·|A|
-elementwise, hence ‖Ã − A‖ ≤ u·‖A‖ in the Frobenius norm, and the result NS(Ã) is rounded once more. With Q, Q̃ the orthogonal
-factors of A, Ã, and with d = ‖NS(A) − Q‖, d̃ = ‖NS(Ã) − Q̃‖ what the iteration leaves undone,
+The bound. Let u = 2⁻⁸ be bfloat16's unit roundoff (8 significant bits). What is sent of the matrix A is Ã with |Ã − A|
+≤ u·|A| elementwise, hence ‖Ã − A‖ ≤ u·‖A‖ in the Frobenius norm, and the result NS(Ã) is rounded once more. With Q, Q̃
+the orthogonal factors of A, Ã, and with d = ‖NS(A) − Q‖, d̃ = ‖NS(Ã) − Q̃‖ what the iteration leaves undone,
 
     ‖sent result − NS(A)‖ ≤ u·‖NS(Ã)‖ + ‖Q̃ − Q‖ + d + d̃.
 
-For matrices of full rank n with smallest singular values s, s̃ the orthogonal factor moves by at most (R.-C. Li, SIAM J. Matrix
-Anal. Appl. 16, 1995)
+For matrices of full rank n with smallest singular values s, s̃ the orthogonal factor moves by at most (R.-C. Li, SIAM
+J. Matrix Anal. Appl. 16, 1995)
 
     ‖Q̃ − Q‖ ≤ 2/(s + s̃)·‖Ã − A‖ for square ones,   (2/(s + s̃) + 1/max(s, s̃))·‖Ã − A‖ for others.
 
-With singular values between 1 and κ, ‖A‖ ≤ κ·√n and ‖NS(A)‖ ≈ √n, so that the relative error is at most about (κ + 1)·u for
-square and (2κ + 1)·u for other matrices: 1.2 % and 2 % for κ = 2. The test computes every term of the bound in float64.
+With singular values between 1 and κ, ‖A‖ ≤ κ·√n and ‖NS(A)‖ ≈ √n, so that the relative error is at most about (κ + 1)·u
+for square and (2κ + 1)·u for other matrices: 1.2 % and 2 % for κ = 2. The test computes every term of the bound in
+float64.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def update_of(grad: Tensor, param: Tensor, **options: Any) -> Tensor:
     """This rank's part of one update: a parameter of zeros, no momentum, no decay, lr 1 and no factor."""
     param = nn.Parameter(param)
     settings = {"lr": 1.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "ns_steps": NS_STEPS, **options}
-    optimizer = Muon([{"params": [param], "names": ["one"], "use_muon": True}], adjust_lr_fn=lambda rows, cols: 1.0, **settings)
+    optimizer = Muon(
+        [{"params": [param], "names": ["one"], "use_muon": True}], adjust_lr_fn=lambda rows, cols: 1.0, **settings
+    )
     param.grad = grad
     optimizer.step()
     return -local(param)
@@ -67,7 +70,10 @@ def smallest(matrix: Tensor) -> float:
 def bound(a: Tensor) -> float:
     """The bound of this module's docstring on the absolute error, each term computed."""
     sent = a.bfloat16().float()
-    exact, rounded = update_of(a.clone(), torch.zeros_like(a)).double(), update_of(sent.clone(), torch.zeros_like(a)).double()
+    exact, rounded = (
+        update_of(a.clone(), torch.zeros_like(a)).double(),
+        update_of(sent.clone(), torch.zeros_like(a)).double(),
+    )
     undone = float((exact - orthogonal_factor(a)).norm() + (rounded - orthogonal_factor(sent)).norm())
     s, s_sent = smallest(a), smallest(sent)
     sensitivity = 2 / (s + s_sent) + (0.0 if a.size(0) == a.size(1) else 1 / max(s, s_sent))
@@ -100,7 +106,8 @@ def test_error_of_the_update_is_within_the_bound(name: str, shape: tuple[int, in
 
     squares = run_threads(math.prod(grid), main)
     replicas = math.prod(size for size, one in zip(grid, placements, strict=True) if one == R)
-    relative = math.sqrt(sum(map(float, squares)) / replicas) / float(exact.norm())  # a mean over replicas, which are equal
+    # a mean over replicas, which are equal
+    relative = math.sqrt(sum(map(float, squares)) / replicas) / float(exact.norm())
     allowed = bound(grad) / float(exact.norm())
     square = shape[0] == shape[1]
     assert allowed <= 1.05 * ((KAPPA if square else 2 * KAPPA) + 1) * U, "the bound is not what the docstring says"

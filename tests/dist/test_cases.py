@@ -1,7 +1,8 @@
-"""Layout × experts × split × rule × idle × offload × non-finite × dtype × prepare(): every rank ends with the bits of one device.
+"""Layout × experts × split × rule × idle × offload × non-finite × dtype × prepare(): every rank ends with the bits of
+one device.
 
-One device, in turn, ends with the bits of each matrix as a parameter of its own. Cases are drawn; a list of layouts with a model
-that has everything in it pins those that must never be left to chance.
+One device, in turn, ends with the bits of each matrix as a parameter of its own. Cases are drawn; a list of layouts
+with a model that has everything in it pins those that must never be left to chance.
 """
 
 from __future__ import annotations
@@ -30,7 +31,20 @@ from meshmuon.execute import int8
 from meshmuon.optim import collect, nonfinite
 from meshmuon.params.rules import resolve_rules
 from meshmuon.plan import NO_WAVE, Calibration, LinkRate, Plan, PlannedParam, PlanOptions, Rate, choose_plan
-from tests.support.cases import Case, Gradients, Held, Param, check, gradient, held_by, initial, place, run, sharded, single
+from tests.support.cases import (
+    Case,
+    Gradients,
+    Held,
+    Param,
+    check,
+    gradient,
+    held_by,
+    initial,
+    place,
+    run,
+    sharded,
+    single,
+)
 from tests.support.counting import Wire, counted
 from tests.support.hostile import HostileArithmetic, fresh_trials
 from tests.support.random_layouts import Layouts, cases
@@ -61,11 +75,12 @@ def run_case(
     long_idle: int | None = None,
     **options: Any,
 ) -> Wire:
-    """Runs a case on all ranks as threads. They send what the plan says, and plan anew when a matrix has its first gradient.
+    """Runs a case on all ranks as threads. They send what the plan says, and plan anew when a matrix has its first
+    gradient.
 
     Unless ``prepare()`` has planned it.
-    With ``masked`` they decide on the device whether gradients are finite, as on GPUs. They leave out of the plan what has had no
-    gradient for ``long_idle`` steps.
+    With ``masked`` they decide on the device whether gradients are finite, as on GPUs. They leave out of the plan what
+    has had no gradient for ``long_idle`` steps.
     """
     torch.set_num_threads(case.threads)
     case = replace(case, divided=replica_group)
@@ -90,7 +105,8 @@ def run_case(
         ranks = run_threads(layouts.world, main)
     if ranks[0]:
         check_traffic(case, wire, ranks, held)
-    if ranks[0] and long_idle is None and not (case.averages and case.offload is not None):  # DistMuon that loads plans anew
+    # DistMuon that loads plans anew
+    if ranks[0] and long_idle is None and not (case.averages and case.offload is not None):
         new = [False] * case.steps if case.prepares else first_gradients(case, held)
         for rank, steps in enumerate(ranks):
             assert [plan is not before for (before, _), (plan, _) in pairwise(steps)] == new[1:], f"rank {rank}"
@@ -109,8 +125,11 @@ def first_gradients(case: Case, held: Held) -> list[bool]:
 
 
 def check_traffic(case: Case, wire: Wire, ranks: list[list[Any]], held: Held) -> None:
-    """Ranks send what their plans say, in two calls per wave: what an owner lacks, and what others hold of its matrices."""
-    if case.averages or any(rule.remembers() for rule in resolve_rules(case.options.get("rule", "plain"))):  # not in the plan
+    """Ranks send what their plans say, in two calls per wave: what an owner lacks, and what others hold of its
+    matrices.
+    """
+    # not in the plan
+    if case.averages or any(rule.remembers() for rule in resolve_rules(case.options.get("rule", "plain"))):
         return
     for rank in range(len(ranks)):
         wire.check(rank)
@@ -209,19 +228,27 @@ def test_owners_of_dist_muon_change(rule: str) -> None:
 @given(cases())
 def test_each_matrix_of_any_case_equals_a_parameter_of_its_own(drawn: Drawn) -> None:
     case, _, _ = drawn
-    options = {key: value for key, value in case.options.items() if key != "rounding"}  # whose bits follow the parameter
+    # whose bits follow the parameter
+    options = {key: value for key, value in case.options.items() if key != "rounding"}
     check_parts(replace(case, options=options, spoilt=(), threads=1))
 
 
-NODES = [CostModel(0.0, 1.0, 1e6, 1e3), CostModel(1e6, 1e3, 0.0, 1.0), None]  # links between nodes are slower, faster, equal
+# links between nodes are slower, faster, equal
+NODES = [CostModel(0.0, 1.0, 1e6, 1e3), CostModel(1e6, 1e3, 0.0, 1.0), None]
 
 
 @settings(max_examples=24, phases=GENERATE)
 @given(cases(events=True), st.data(), st.sampled_from(NODES), st.sampled_from([None, 1, 1]))
-def test_random_nodes_change_no_bit(drawn: Drawn, data: st.DataObject, cost: CostModel | None, max_peers: int | None) -> None:
+def test_random_nodes_change_no_bit(
+    drawn: Drawn, data: st.DataObject, cost: CostModel | None, max_peers: int | None
+) -> None:
     """Pretended nodes of any sizes; with ``max_peers`` exchanges go through relays, in two hops."""
     case, layouts, replica_group = drawn
-    edges = sorted(data.draw(st.sets(st.integers(1, layouts.world - 1), min_size=1, max_size=3))) if layouts.world > 1 else []
+    edges = (
+        sorted(data.draw(st.sets(st.integers(1, layouts.world - 1), min_size=1, max_size=3)))
+        if layouts.world > 1
+        else []
+    )
     sizes = [stop - start for start, stop in pairwise([0, *edges, layouts.world])]
     options = {**case.options, "cost_model": cost, **({} if max_peers is None else {"max_peers": max_peers})}
     with patch.dict(os.environ, {RANKS_PER_NODE: ",".join(map(str, sizes))}):
@@ -255,7 +282,8 @@ def test_relays_change_no_bit(shape: tuple[int, ...], per_node: str, averages: b
     options = {"chunk_size": 2} | ({} if averages else {"replicas": "share"})
     with patch.dict(os.environ, {RANKS_PER_NODE: per_node}):
         direct, relayed = (
-            run_case(Case(params, {**options, **more}, 3, averages=averages), Layouts(shape)) for more in ({}, {"max_peers": 1})
+            run_case(Case(params, {**options, **more}, 3, averages=averages), Layouts(shape))
+            for more in ({}, {"max_peers": 1})
         )
     assert sum(relayed.nbytes.values()) > sum(direct.nbytes.values()) > 0
 
@@ -270,7 +298,9 @@ def test_states_of_several_rules_go_through_relays_at_the_same_time() -> None:
 @settings(max_examples=5, phases=GENERATE)
 @given(cases())
 def test_any_case_on_the_reference_path(drawn: Drawn) -> None:
-    """torch gathers the matrices there; what its gather does to strided shards is a matter of ``reference_layouts.py``."""
+    """torch gathers the matrices there; what its gather does to strided shards is a matter of
+    ``reference_layouts.py``.
+    """
     case, layouts, _ = drawn
     if not any("Strided" in repr(placement) for param in case.params for placement in param.placements):
         run_case(case, layouts, use_distributed_muon=True)
@@ -291,7 +321,9 @@ def test_any_case_with_bfloat16_on_the_wire(drawn: Drawn) -> None:
 
         def watch(optimizer: Muon) -> None:
             names = [param.name for param in optimizer.plan().params]
-            travels.update(int(names[task.param].split(".")[1]) for task in optimizer.plan().tasks if task.wave != NO_WAVE)
+            travels.update(
+                int(names[task.param].split(".")[1]) for task in optimizer.plan().tasks if task.wave != NO_WAVE
+            )
 
         values, states, _ = sharded(case, meshes, watch=watch)
         for k, param in enumerate(case.params):
@@ -309,8 +341,11 @@ def test_any_case_with_bfloat16_on_the_wire(drawn: Drawn) -> None:
     for k, param in enumerate(case.params):
         replicas: dict[tuple[int, ...], Tensor] = {}
         for rank, (values, held) in enumerate(ranks):
-            if param.mesh == 0 or replica_group:  # slices and plain tensors may be of ranks that do not know of each other
-                same(values[k], replicas.setdefault(tuple(held[k].tolist()), values[k]), f"parameter {k} on rank {rank}")
+            # slices and plain tensors may be of ranks that do not know of each other
+            if param.mesh == 0 or replica_group:
+                same(
+                    values[k], replicas.setdefault(tuple(held[k].tolist()), values[k]), f"parameter {k} on rank {rank}"
+                )
 
 
 def run_hostile(case: Case, layouts: Layouts, *, company: bool = False) -> None:
@@ -361,7 +396,9 @@ MATRICES = (
 )
 
 
-def model(placements: tuple[Any, ...], of_experts: tuple[Any, ...] | None = None, mesh: int | None = 0) -> tuple[Param, ...]:
+def model(
+    placements: tuple[Any, ...], of_experts: tuple[Any, ...] | None = None, mesh: int | None = 0
+) -> tuple[Param, ...]:
     """``placements`` of tensors with two dims or more; those of experts are one dim further unless given."""
 
     def moved(placement: Any, by: int) -> Any:
@@ -369,7 +406,9 @@ def model(placements: tuple[Any, ...], of_experts: tuple[Any, ...] | None = None
 
     inside = tuple(_StridedShard(1, split_factor=2) if one == STRIDED else moved(one, 1) for one in placements)
     on_vectors = tuple(S0 if one == S1 else one for one in placements)
-    matrices = [replace(one, mesh=mesh, placements=on_vectors if len(one.shape) == 1 else placements) for one in MATRICES]
+    matrices = [
+        replace(one, mesh=mesh, placements=on_vectors if len(one.shape) == 1 else placements) for one in MATRICES
+    ]
     experts = [replace(one, mesh=mesh, placements=of_experts or inside) for one in (EXPERTS_OUT_IN, EXPERTS_IN_OUT)]
     return (*matrices, *experts)
 
@@ -411,7 +450,9 @@ EVERYTHING = {
 
 
 def named(layout: str, *, everything: bool) -> Drawn:
-    """A case of three steps; with ``everything`` a rule that remembers, offload, a NaN in one step, and weights of 16 bits."""
+    """A case of three steps; with ``everything`` a rule that remembers, offload, a NaN in one step, and weights of
+    16 bits.
+    """
     layouts, params, options = LAYOUTS[layout]
     events: dict[str, Any] = {"offload": 1, "spoilt": ((2, 0),), "prepares": True} if everything else {}
     options = {"conv": "flatten", **options, **(EVERYTHING if everything else {})}
@@ -432,7 +473,9 @@ SUMMED = ["FSDP2, uneven", "HSDP, shared", "EP × TP by columns", "HSDP with EP,
 
 @pytest.mark.parametrize("layout", SUMMED)
 def test_rules_that_see_the_weight_equal_one_device(layout: str) -> None:
-    """With a norm that is given, which replicas that are counted twice would miss; many waves, and the reference path for one."""
+    """With a norm that is given, which replicas that are counted twice would miss; many waves, and the reference
+    path for one.
+    """
     case, layouts, _ = named(layout, everything=True)
     rule = {"rule": ("normuon", UpdateFloor(3.0), Hyperball(rms=0.5)), "cautious_weight_decay": False}
     options = {**case.options, **rule, "chunk_size": 1, "warmup_step": SUMMED.index(layout) % 2}
@@ -449,13 +492,17 @@ def test_each_matrix_of_the_model_equals_a_parameter_of_its_own(rule: str) -> No
 @pytest.mark.parametrize("layout", ["HSDP, shared", "FSDP2, uneven", "EP × TP by columns"])
 def test_the_reference_path_equals_one_device(layout: str, everything: bool) -> None:
     case, layouts, _ = named(layout, everything=everything)
-    assert not run_case(case, layouts, use_distributed_muon=True).calls, "it must not use the exchanges that it verifies"
+    assert not run_case(case, layouts, use_distributed_muon=True).calls, (
+        "it must not use the exchanges that it verifies"
+    )
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 5])
 @pytest.mark.parametrize("idle", [(1,), (0, 2, 4), (1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 6)], ids=str)
 def test_waves_without_gradients_keep_their_turn(ahead: int, idle: tuple[int, ...]) -> None:
-    """One matrix per wave: waves that are in flight together must not use the same buffers when one between them is skipped."""
+    """One matrix per wave: waves that are in flight together must not use the same buffers when one between them is
+    skipped.
+    """
     params = tuple(Param((6, 5), 0, (S0,), unused=(1, 2) if k in idle else ()) for k in range(7))
     run_case(Case(params, {"chunk_size": 1, "warmup_step": ahead}, 4), Layouts((3,)))
 

@@ -1,4 +1,6 @@
-"""Checkpoints over real processes: saved on one layout and loaded on another, the run goes on with the bits of one device."""
+"""Checkpoints over real processes: saved on one layout and loaded on another, the run goes on with the bits of one
+device.
+"""
 
 from __future__ import annotations
 

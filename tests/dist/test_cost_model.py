@@ -47,7 +47,9 @@ def plan_of(**options: Any) -> Plan:
 
 def test_plans_follow_the_cost_model() -> None:
     slow, fast = plan_of(cost_model=SLOW_LINK), plan_of(cost_model=FAST_LINK)
-    assert {task.param for task in slow.tasks if task.wave == NO_WAVE} == {8, 9, 10, 11}, "sending costs more than computing"
+    assert {task.param for task in slow.tasks if task.wave == NO_WAVE} == {8, 9, 10, 11}, (
+        "sending costs more than computing"
+    )
     assert not [task for task in fast.tasks if task.wave == NO_WAVE], "sending costs nothing"
     assert len(slow.wave_lanes) == 1, "an exchange costs more than all the work"
     assert len(fast.wave_lanes) > 1, "an exchange costs nothing"

@@ -1,4 +1,6 @@
-"""DistMuon: ranks with gradients of their own end with the weights that one device finds from their average, bit for bit."""
+"""DistMuon: ranks with gradients of their own end with the weights that one device finds from their average, bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def check(optimizer: DistMuon, params: list[nn.Parameter], expected: tuple[list[
 
 @pytest.mark.parametrize("world", [1, 2, 11])
 def test_equals_one_device_on_averaged_gradients(world: int) -> None:
-    """With the defaults of DistMuon, and momentum on owners only; ``test_cases.py`` draws the rest. One rank needs no group."""
+    """With the defaults of DistMuon, and momentum on owners only; ``test_cases.py`` draws the rest. One rank needs
+    no group.
+    """
     expected = one_device(world)
 
     def main(rank: int) -> None:
@@ -164,7 +168,9 @@ def test_groups_may_change_their_order_and_momentum_its_dtype() -> None:
 
     def main(rank: int) -> None:
         params, _ = build(DistMuon, SHAPES[:3])
-        optimizer = DistMuon([{"params": [p], "names": [str(k)], "use_muon": True} for k, p in enumerate(params)], lr=0.02)
+        optimizer = DistMuon(
+            [{"params": [p], "names": [str(k)], "use_muon": True} for k, p in enumerate(params)], lr=0.02
+        )
         for step in range(STEPS):
             give(params, step, rank)
             optimizer.step()
@@ -286,12 +292,16 @@ def test_momentum_survives_a_step_that_could_not_be_prepared(monkeypatch: pytest
                     optimizer.step()
                 continue
             optimizer.step()
-            owners.append({k: task.owner for k, task in zip(sorted(given[0] | given[step]), optimizer.plan().tasks, strict=True)})
+            owners.append(
+                {k: task.owner for k, task in zip(sorted(given[0] | given[step]), optimizer.plan().tasks, strict=True)}
+            )
         check(optimizer, params, expected)
         return owners
 
     before, after = run_threads(2, main)[0]
-    assert any(before[k] != after[k] for k in before.keys() & after.keys()), "no owner changes, and the test shows nothing"
+    assert any(before[k] != after[k] for k in before.keys() & after.keys()), (
+        "no owner changes, and the test shows nothing"
+    )
 
 
 @pytest.mark.parametrize("none_grad", [True, False])

@@ -1,4 +1,6 @@
-"""Experts beyond what ``test_cases.py`` draws: shards cut by hand, batches, and the shape that scales the learning rate."""
+"""Experts beyond what ``test_cases.py`` draws: shards cut by hand, batches, and the shape that scales the learning
+rate.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ def test_the_learning_rate_of_experts_as_in_out_is_asked_for_out_and_in() -> Non
     assert asked == {(9, 5)}
 
 
-# Batches. An 8 x 4 matrix needs 4 bytes times 32 (itself), 32 (scratch like it) and 5 * 16 (squares): 576 bytes. All of these are
-# multiples of 64, so that a callable scheme gets whole batches.
+# Batches. An 8 x 4 matrix needs 4 bytes times 32 (itself), 32 (scratch like it) and 5 * 16 (squares): 576 bytes. All of
+# these are multiples of 64, so that a callable scheme gets whole batches.
 
 MATRIX_BYTES = 576
 
@@ -62,7 +64,9 @@ def batches_of(case: Case, grid: tuple[int, ...]) -> list[list[tuple[int, ...]]]
 
 def test_local_experts_of_one_shape_are_one_batch() -> None:
     case = Case((experts((7, 8, 4), S0), experts((4, 8, 4), S0), experts((4, 4, 8), S0)))
-    assert [sorted(batches) for batches in batches_of(case, (4,))] == [[(1, 4, 8), (3, 8, 4)]] * 3 + [[(1, 4, 8), (2, 8, 4)]]
+    assert [sorted(batches) for batches in batches_of(case, (4,))] == [[(1, 4, 8), (3, 8, 4)]] * 3 + [
+        [(1, 4, 8), (2, 8, 4)]
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""After a step that failed on one rank in the middle: QK-clip, saving, copying and loading leave no rank with other weights."""
+"""After a step that failed on one rank in the middle: QK-clip, saving, copying and loading leave no rank with other
+weights.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ class Rank:
     def placed(self, value: Tensor) -> Tensor:
         return value if self.mesh is None else distribute_tensor(value, self.mesh, self.placements, src_data_rank=None)
 
-    def step(self, number: int, *, fails: bool = False, without: AbstractSet[str] = frozenset(), clips: bool = True) -> str:
+    def step(
+        self, number: int, *, fails: bool = False, without: AbstractSet[str] = frozenset(), clips: bool = True
+    ) -> str:
         """What the step raised; parameters ``without`` gradients have none."""
         for k, param in enumerate(self.params):
             param.grad = self.placed(seeded(tuple(param.shape), 100 * number + k))
@@ -123,7 +127,9 @@ def whole(param: Tensor) -> Tensor:
 def assert_equal_on_all(found: list[list[Tensor]]) -> None:
     for rank, values in enumerate(found):
         for name, mine, first in zip(SHAPES, values, found[0], strict=True):
-            assert torch.equal(mine, first), f"{name} on rank {rank}: {mine.abs().sum():.4f}, on rank 0: {first.abs().sum():.4f}"
+            assert torch.equal(mine, first), (
+                f"{name} on rank {rank}: {mine.abs().sum():.4f}, on rank 0: {first.abs().sum():.4f}"
+            )
 
 
 LAYOUTS = {
@@ -146,7 +152,9 @@ CASES = [(layout, name) for layout in LAYOUTS for name in OPTIONS if name != "Di
 
 
 def failing_run(rank: int, layout: str, options: dict[str, Any]) -> tuple[list[str], set[str], list[list[Tensor]]]:
-    """What steps 0, 1 (which fails on one rank) and 2 raised, the matrices of that rank, and weights and state after each."""
+    """What steps 0, 1 (which fails on one rank) and 2 raised, the matrices of that rank, and weights and state
+    after each.
+    """
     kind = DistMuon if "weight_decay" in options else Muon
     one = Rank(LAYOUTS[layout], kind, **options, **({} if kind is DistMuon else {"replicas": "share"}))
     said, seen = [], []
@@ -163,8 +171,11 @@ def failing_run(rank: int, layout: str, options: dict[str, Any]) -> tuple[list[s
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_matrices_that_fail_keep_weight_and_momentum(layout: str, name: str) -> None:
-    """On all holders, and their rule state too. All else steps, as on one device that has no gradient of those matrices."""
-    world = 4 if layout in ("HSDP", "TP") or name == "DistMuon" else WORLD  # the average of four equal gradients is exact
+    """On all holders, and their rule state too. All else steps, as on one device that has no gradient of those
+    matrices.
+    """
+    # the average of four equal gradients is exact
+    world = 4 if layout in ("HSDP", "TP") or name == "DistMuon" else WORLD
     found = run_threads(world, lambda rank: failing_run(rank, layout, OPTIONS[name]))
     failed = found[0][1]
     assert set() < failed < set(SHAPES)
@@ -188,13 +199,17 @@ def test_matrices_that_fail_keep_weight_and_momentum(layout: str, name: str) -> 
     assert len(texts) == 1, "all ranks say the same"
 
 
-@pytest.mark.parametrize("options", [{}, {"reference_path": True}, {"rule": MoodyRule()}], ids=["plain", "reference", "rule"])
+@pytest.mark.parametrize(
+    "options", [{}, {"reference_path": True}, {"rule": MoodyRule()}], ids=["plain", "reference", "rule"]
+)
 def test_one_device_keeps_what_fails(options: dict[str, Any]) -> None:
     one = Rank(None, alone=True, **options)
     one.step(0)
     before = one.everything()
     said = one.step(1, fails=True)
-    assert re.match(r"OrthogonalizeError: layers\.0\.wq\.weight.* kept weights and momentum in this step.*a user's scheme", said)
+    assert re.match(
+        r"OrthogonalizeError: layers\.0\.wq\.weight.* kept weights and momentum in this step.*a user's scheme", said
+    )
     assert all(map(torch.equal, one.everything(), before))
     assert one.step(2) == ""
 
@@ -235,7 +250,9 @@ def test_what_one_rank_alone_knows_does_not_change_what_is_clipped() -> None:
 
 
 def test_ranks_that_hold_other_matrices_beside_the_shared_ones_skip_the_same_one() -> None:
-    """Each rank has as many matrices of its own, ahead of the shared ones, as its number says: indices differ between ranks."""
+    """Each rank has as many matrices of its own, ahead of the shared ones, as its number says: indices differ
+    between ranks.
+    """
 
     def main(rank: int) -> tuple[list[Tensor], list[Tensor], str]:
         own = tuple((f"own.{k}", nn.Parameter(seeded((5, 4), k))) for k in range(rank))
@@ -350,7 +367,9 @@ class _OutOfMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         collectives = c10d.__file__, small_collectives.__file__
-        if func._schema.name in self.MAKERS and all(frame.f_code.co_filename not in collectives for frame, _ in walk_stack(None)):
+        if func._schema.name in self.MAKERS and all(
+            frame.f_code.co_filename not in collectives for frame, _ in walk_stack(None)
+        ):
             self.left -= 1
             if self.left == 0:
                 raise torch.OutOfMemoryError("no 3 GiB left")
@@ -360,8 +379,12 @@ class _OutOfMemory(TorchDispatchMode):
 @pytest.mark.parametrize("later", [False, True], ids=["first plan", "second plan"])
 @pytest.mark.parametrize("kind", [Muon, DistMuon])
 @pytest.mark.parametrize("metrics", [None, 1], ids=["plain", "metrics"])
-def test_all_that_belongs_to_a_plan_is_prepared_or_none_of_it(metrics: int | None, kind: type[Muon], later: bool) -> None:
-    """Memory runs out on one rank, at each of the tensors in turn. All ranks say so, none keeps anything, and all go on."""
+def test_all_that_belongs_to_a_plan_is_prepared_or_none_of_it(
+    metrics: int | None, kind: type[Muon], later: bool
+) -> None:
+    """Memory runs out on one rank, at each of the tensors in turn. All ranks say so, none keeps anything, and all
+    go on.
+    """
     counted = [0]  # tensors that preparing makes on the odd rank
 
     def main(rank: int, n: int) -> tuple[list[str], list[Tensor]]:
@@ -396,7 +419,9 @@ def test_all_that_belongs_to_a_plan_is_prepared_or_none_of_it(metrics: int | Non
         for said, values in found:
             assert said[later].endswith(f"rank {ODD}: OutOfMemoryError: no 3 GiB left"), f"tensor {n} of {most}: {said}"
             assert set(said) - {said[later]} == {""}
-            assert all(torch.equal(*pair) for pair in zip(values, undisturbed[0][1], strict=True)), f"tensor {n} of {most}"
+            assert all(torch.equal(*pair) for pair in zip(values, undisturbed[0][1], strict=True)), (
+                f"tensor {n} of {most}"
+            )
 
 
 # Kernels that do not run on one rank.
@@ -423,12 +448,18 @@ def kernels_run(rank: int, broken: int | None, **options: Any) -> tuple[list[str
 
 @pytest.mark.parametrize("options", [{}, {"reference_path": True}], ids=["waves", "reference path"])
 def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``"auto"``: one rank cannot launch, so none uses the kernel, and one warning says why. ``"triton"``: all ranks raise."""
+    """``"auto"``: one rank cannot launch, so none uses the kernel, and one warning says why. ``"triton"``: all
+    ranks raise.
+    """
     monkeypatch.setattr(products, "_has", lambda package: True)
     monkeypatch.setattr(
-        executor_settings, "products_for", lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else KernelStandIn()
+        executor_settings,
+        "products_for",
+        lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else KernelStandIn(),
     )
-    plain, launched = (run_threads(WORLD, partial(kernels_run, broken=None, kernels=how, **options)) for how in ("torch", "auto"))
+    plain, launched = (
+        run_threads(WORLD, partial(kernels_run, broken=None, kernels=how, **options)) for how in ("torch", "auto")
+    )
     assert not torch.equal(plain[0][1][0], launched[0][1][0])
     reason = rf"rank {ODD}: kernels do not run on cpu for a batch of .*: RuntimeError: Failed to find C compiler"
     with pytest.warns(KernelWarning, match=f"all ranks use torch's own products instead .{reason}") as caught:
@@ -445,7 +476,9 @@ def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkey
 # Products that torch computes faster than the kernel.
 
 
-def torch_runs(rank: int, verdicts: Sequence[Mapping[ProductKind, bool]], **options: Any) -> tuple[list[str], list[Tensor], Any]:
+def torch_runs(
+    rank: int, verdicts: Sequence[Mapping[ProductKind, bool]], **options: Any
+) -> tuple[list[str], list[Tensor], Any]:
     _mood.torch_is_faster = verdicts[rank]
     one = Rank((Shard(0),), scheme="keller", **options)
     return [one.step(0), one.step(1)], one.whole(), one.optimizer._executor.settings

@@ -56,7 +56,9 @@ FOUR = tuple(Param((6, 5), 0, (S0,)) for _ in range(4))
 def traced(
     case: Case, has: Has, world: int = 3, before: Callable[[Muon, int, int], None] | None = None
 ) -> list[tuple[list[int], list[int]]]:
-    """Steps of comparisons and of preparations on each rank; every step is that of one device, with zeros for missing shards."""
+    """Steps of comparisons and of preparations on each rank; every step is that of one device, with zeros for
+    missing shards.
+    """
 
     def whole(step: int, k: int) -> Tensor | None:
         value, holders = gradient(case, step, k), [rank for rank in range(world) if has(rank, step, k)]
@@ -93,7 +95,9 @@ def traced(
                 if case.params[k].mesh is not None:
                     same(local(param), local(place(case, [mesh], k, expected[step][k])), f"step {step}, parameter {k}")
         own = [tuple(step for step in range(case.steps) if not has(rank, step, k)) for k in range(len(case.params))]
-        private = replace(case, params=tuple(replace(p, unused=steps) for p, steps in zip(case.params, own, strict=True)))
+        private = replace(
+            case, params=tuple(replace(p, unused=steps) for p, steps in zip(case.params, own, strict=True))
+        )
         for k, value in enumerate(single(private)[0]):
             if case.params[k].mesh is None:
                 same(local(params[k]), value, f"parameter {k}, which only rank {rank} knows")
@@ -165,7 +169,9 @@ def test_all_ranks_leave_out_what_was_idle_for_long(differs: bool) -> None:
 
 
 def test_replicas_still_need_equal_gradients() -> None:
-    """Two replicas of each shard: one without a gradient would diverge. Nothing is written, and the next step is exact."""
+    """Two replicas of each shard: one without a gradient would diverge. Nothing is written, and the next step is
+    exact.
+    """
     case = Case((Param((6, 5), 0, (R, S0)), Param((5, 5), 0, (R, S0))))
 
     def main(rank: int) -> str:

@@ -1,4 +1,5 @@
-"""Rounding on the wire: every layout that sends ends with the bits of the reference path on one device, which rounds alike.
+"""Rounding on the wire: every layout that sends ends with the bits of the reference path on one device, which rounds
+alike.
 
 Blocks of int8 have 3 or 4 elements in most of these tests, so that small matrices have several, and layouts cut them.
 """
@@ -48,13 +49,19 @@ DTYPES = [
 
 
 def test_the_routing_table_says_what_is_gathered_unrounded() -> None:
-    """300 columns over two ranks: 150 each. Rows never cut blocks, and results in int8 need no holder to know a scale."""
+    """300 columns over two ranks: 150 each. Rows never cut blocks, and results in int8 need no holder to know a
+    scale.
+    """
 
     def notes(rank: int) -> list[tuple[str, ...]]:
         mesh, found = init_device_mesh("cpu", (2,)), []
         for dtype in (torch.int8, (torch.bfloat16, torch.int8), None):
             weights = [distribute_tensor(torch.zeros(8, 300), mesh, [Shard(k)], src_data_rank=None) for k in (0, 1, 1)]
-            group = {"params": list(map(torch.nn.Parameter, weights)), "names": ["rows", "cut", "too"], "use_muon": True}
+            group = {
+                "params": list(map(torch.nn.Parameter, weights)),
+                "names": ["rows", "cut", "too"],
+                "use_muon": True,
+            }
             found.append(Muon([group], comm_dtype=dtype).routing_table().notes)
         return found
 
@@ -68,7 +75,9 @@ def test_the_routing_table_says_what_is_gathered_unrounded() -> None:
 @pytest.mark.parametrize("dtypes", [torch.int8, (torch.bfloat16, torch.int8)], ids=str)
 @pytest.mark.parametrize("more", [{}, {"nonfinite": "skip", "momentum_dtype": torch.int8}], ids=["floats", "int8"])
 def test_odd_pieces_beside_others(rule: str, dtypes: Any, more: dict[str, Any]) -> None:
-    """Of nine rows that take turns, rank 0 has 1, 2 and 4 of a part: two views, whose numbers are in memory of their own."""
+    """Of nine rows that take turns, rank 0 has 1, 2 and 4 of a part: two views, whose numbers are in memory of
+    their own.
+    """
     params = Param((6, 6), placements=(Shard(0),)), Param((9, 6), placements=(Shard(0),), split=Interleaved((1, 2), 3))
     case = Case(params, {"rule": rule, "comm_dtype": dtypes, **more})
     expected = single(replace(case, options={**case.options, "reference_path": True}))
@@ -107,7 +116,9 @@ def test_pieces_of_every_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @settings(max_examples=30, phases=GENERATE, deadline=None)
 @given(cases(steps=3), st.sampled_from(DTYPES), st.sampled_from([3, 4, 128]), st.booleans())
-def test_any_case_has_the_bits_of_the_rounding_reference_path(drawn: Drawn, dtypes: Any, block: int, in_int8: bool) -> None:
+def test_any_case_has_the_bits_of_the_rounding_reference_path(
+    drawn: Drawn, dtypes: Any, block: int, in_int8: bool
+) -> None:
     """``in_int8`` is of the momentum, too."""
     case, layouts, replica_group = drawn
     options = {**case.options, "comm_dtype": dtypes, **({"momentum_dtype": torch.int8} if in_int8 else {})}

@@ -1,4 +1,6 @@
-"""What happens around steps on a mesh: failures of one rank, loading, copying, other devices by default, batches of replicas."""
+"""What happens around steps on a mesh: failures of one rank, loading, copying, other devices by default, batches of
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ BREAK = {
     "ns_steps": (lambda optimizer: optimizer.param_groups[0].update(ns_steps=0), ConfigError),
     "conv": (lambda optimizer: optimizer.param_groups[0].update(conv="unfold"), ConfigError),
     "names": (lambda optimizer: optimizer.param_groups[0]["param_names"].pop(), MeshmuonError),
-    "adjust_lr_fn": (lambda optimizer: optimizer.param_groups[0].update(adjust_lr_fn=lambda rows, cols: 1 / 0), MeshmuonError),
+    "adjust_lr_fn": (
+        lambda optimizer: optimizer.param_groups[0].update(adjust_lr_fn=lambda rows, cols: 1 / 0),
+        MeshmuonError,
+    ),
 }
 
 
@@ -59,7 +64,9 @@ def test_one_rank_cannot_step_and_all_are_told(what: str, after_load: bool) -> N
 
 
 def test_loading_keeps_the_groups() -> None:
-    """A new group per loaded state would pile up, and one rank that loads alone would wait for the others to make it."""
+    """A new group per loaded state would pile up, and one rank that loads alone would wait for the others to make
+    it.
+    """
 
     def main(rank: int) -> None:
         params, optimizer = build()
@@ -79,7 +86,8 @@ def test_loading_keeps_the_groups() -> None:
         callers.append(threading.get_ident())
         return new_group(*args, **options)
 
-    with mock.patch.object(groups, "new_named_group", record):  # by this thread: ranks that patch the same name leave it patched
+    # by this thread: ranks that patch the same name leave it patched
+    with mock.patch.object(groups, "new_named_group", record):
         run_threads(3, main)
 
 
@@ -133,7 +141,13 @@ def test_replicas_are_batched_alike_on_every_rank() -> None:
         replicated = [nn.Parameter(on_mesh(torch.ones(4, 4), mesh, R)) for _ in range(2)]
         expert = nn.Parameter(on_mesh(torch.ones(1, 4, 4), mesh, S0))  # rank 1 has none
         names = ["a", "b", "experts"]
-        group = {"params": [*replicated, expert], "names": names, "use_muon": True, "scheme": watch, "expert_keys": ["experts"]}
+        group = {
+            "params": [*replicated, expert],
+            "names": names,
+            "use_muon": True,
+            "scheme": watch,
+            "expert_keys": ["experts"],
+        }
         optimizer = Muon([group], replicas="repeat")
         for param in group["params"]:
             param.grad = torch.ones_like(param)

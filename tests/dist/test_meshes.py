@@ -1,4 +1,6 @@
-"""Several meshes in one model: the ranks that they connect take one exchange per wave and direction, and wait for no others."""
+"""Several meshes in one model: the ranks that they connect take one exchange per wave and direction, and wait for
+no others.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Slicing a flattened dim")  # wha
 VISION, LANGUAGE, EXPERTS = 0, 1, 2  # indices of the meshes
 
 # Shapes of the three parts of the model. Experts are cut inside, so that they travel as well.
-SHAPES = {VISION: [(16, 6), (9, 8), (6, 11)], LANGUAGE: [(16, 8), (8, 12), (10, 10), (12, 8)], EXPERTS: [(4, 8, 6), (4, 6, 8)]}
+SHAPES = {
+    VISION: [(16, 6), (9, 8), (6, 11)],
+    LANGUAGE: [(16, 8), (8, 12), (10, 10), (12, 8)],
+    EXPERTS: [(4, 8, 6), (4, 6, 8)],
+}
 
 
 def named_mesh() -> DeviceMesh:
@@ -100,17 +106,20 @@ def test_three_meshes_take_one_exchange_per_direction(name: str) -> None:
     meshes, placements = MESHES[name]
     wire, plan = on_threads(model(placements), meshes)
     assert plan.ranks == tuple(range(WORLD))
-    assert {task.param for task in plan.tasks if task.wave != NO_WAVE} == set(range(9)), "some part of the model does not travel"
+    assert {task.param for task in plan.tasks if task.wave != NO_WAVE} == set(range(9)), (
+        "some part of the model does not travel"
+    )
     assert wire.calls == dict.fromkeys(range(WORLD), STEPS * 2)
 
 
 @pytest.mark.parametrize(("budget", "waves"), [(1, 3), (2 * 512, 2), (3 * 512, 1)])
 @pytest.mark.parametrize("name", ["one mesh", "unflattened"])
 def test_as_many_waves_as_on_one_mesh_also_when_memory_is_short(name: str, budget: int, waves: int) -> None:
-    """24 matrices of 512 bytes on 8 ranks: however they lie, each rank can own 3, and waves follow from the longest queue.
+    """24 matrices of 512 bytes on 8 ranks: however they lie, each rank can own 3, and waves follow from the longest
+    queue.
 
-    With other shapes the numbers may differ by a wave in either direction: a mesh also decides who may own a matrix, and a rank
-    that must own one more has the longest queue.
+    With other shapes the numbers may differ by a wave in either direction: a mesh also decides who may own a matrix,
+    and a rank that must own one more has the longest queue.
     """
     meshes, placements = MESHES[name]
     shapes = {VISION: [(16, 8)] * 6, LANGUAGE: [(16, 8)] * 10, EXPERTS: [(8, 16, 8)]}
@@ -137,8 +146,12 @@ def slice_of_a_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
 
 
-def run_stages(world: int, meshes: Callable[[], Sequence[DeviceMesh]], stages: Sequence[Case], first: int) -> list[Muon]:
-    """Two stages; not one rank of the other begins its first step before all ranks of stage ``first`` have done their last."""
+def run_stages(
+    world: int, meshes: Callable[[], Sequence[DeviceMesh]], stages: Sequence[Case], first: int
+) -> list[Muon]:
+    """Two stages; not one rank of the other begins its first step before all ranks of stage ``first`` have done
+    their last.
+    """
     expected = [single(case) for case in stages]
     done = threading.Barrier(world, timeout=100)
 
@@ -162,7 +175,9 @@ def run_stages(world: int, meshes: Callable[[], Sequence[DeviceMesh]], stages: S
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("mesh", [stage_meshes, slice_of_a_mesh])
-def test_a_pipeline_stage_plans_over_its_own_ranks_and_waits_for_no_other(mesh: Callable[[], DeviceMesh], first: int) -> None:
+def test_a_pipeline_stage_plans_over_its_own_ranks_and_waits_for_no_other(
+    mesh: Callable[[], DeviceMesh], first: int
+) -> None:
     optimizers = run_stages(4, lambda: [mesh()], STAGES, first)
     assert [one.plan().ranks for one in optimizers] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [len(one.plan().params) for one in optimizers] == [3] * 4
@@ -171,7 +186,9 @@ def test_a_pipeline_stage_plans_over_its_own_ranks_and_waits_for_no_other(mesh: 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_stage_with_meshes_of_its_own_makes_its_group_without_the_other(first: int) -> None:
-    """Each stage has parameters on its dp axis and others on its tp axis; no process group has just its four ranks yet."""
+    """Each stage has parameters on its dp axis and others on its tp axis; no process group has just its four ranks
+    yet.
+    """
     stages = (
         Case((Param((7, 5), 0, (S0,)), Param((6, 4), 1, (S1,)), Param((3, 6, 5), 1, (S1,))), {}, 4),
         Case((Param((5, 9), 1, (S0,)), Param((9, 3), 0, (S0,))), {}, 2),

@@ -34,7 +34,9 @@ def pipeline_with_a_two_dim_stage() -> None:
 
 
 def prepare_meets_every_peer(per_node: str | None = None, **options: Any) -> None:
-    """A number goes to and comes from each rank that steps exchange with, before the first of them; to and from no other."""
+    """A number goes to and comes from each rank that steps exchange with, before the first of them; to and from no
+    other.
+    """
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
     params = tuple(Param((2 + 2 * k, 7 - k), 0, (S0,), unused=(0,) if k == 1 else ()) for k in range(3))
     case = Case((*params, Param((9,), 0, (S0,), muon=False)), {"rule": "normuon", **options}, steps=3, prepares=True)
@@ -47,7 +49,9 @@ def prepare_meets_every_peer(per_node: str | None = None, **options: Any) -> Non
 
 
 def prepare_meets_all_where_nothing_is_exchanged() -> None:
-    """Experts that are whole on their ranks: only metrics are reduced, and that must not be the first contact of the ranks."""
+    """Experts that are whole on their ranks: only metrics are reduced, and that must not be the first contact of
+    the ranks.
+    """
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
     params = (Param((4, 6, 5), 0, (S0,)), Param((9,), 0, (S0,), muon=False))
     case = Case(params, {"metrics": 1}, steps=2, prepares=True)

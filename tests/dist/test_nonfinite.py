@@ -1,4 +1,5 @@
-"""One rank's bad gradient is every rank's: all raise the same error, and scalers go on. ``test_cases.py`` draws skipped steps.
+"""One rank's bad gradient is every rank's: all raise the same error, and scalers go on. ``test_cases.py`` draws skipped
+steps.
 
 With ``masked`` the ranks decide on the device, as on GPUs; see tests/optim/test_nonfinite.py.
 """
@@ -79,7 +80,9 @@ def holders(k: int, layout: Layout) -> list[int]:
     return [rank for rank, holds in enumerate(run_threads(layout.world, main)) if holds]
 
 
-def build(layout: Layout, mesh: DeviceMesh | None, kind: type[Muon] = Muon, **options: Any) -> tuple[list[nn.Parameter], Muon]:
+def build(
+    layout: Layout, mesh: DeviceMesh | None, kind: type[Muon] = Muon, **options: Any
+) -> tuple[list[nn.Parameter], Muon]:
     params = [nn.Parameter(layout.cut(value(k), mesh)) for k in range(len(SHAPES))]
     if mesh is None and kind is Muon:
         options["replica_group"] = dist.group.WORLD
@@ -151,21 +154,29 @@ def test_a_gradient_that_only_other_ranks_have(masked: bool) -> None:
     ranks(2, main, masked=masked)
 
 
-# ---- Updates that are not finite although gradients are ------------------------------------------------------------------------
+# ---- Updates that are not finite although gradients are
+# ------------------------------------------------------------------------
 
 GUARDED: dict[str, tuple[Layout, dict[str, Any]]] = {
     **{name: (layout, {}) for name, layout in LAYOUTS.items()},
     "HSDP, every replica computes": (LAYOUTS["HSDP"], {"replicas": "repeat"}),
     "one matrix per wave, bfloat16 on the wire": (Layout(4, (S0,)), {"chunk_size": 1, "comm_dtype": torch.bfloat16}),
-    "cautious decay, momentum of 16 bits": (Layout(2, (S1,)), {"cautious_weight_decay": True, "momentum_dtype": torch.bfloat16}),
+    "cautious decay, momentum of 16 bits": (
+        Layout(2, (S1,)),
+        {"cautious_weight_decay": True, "momentum_dtype": torch.bfloat16},
+    ),
     "the reference path": (LAYOUTS["TP×FSDP"], {"reference_path": True}),
     "int8 momentum, a rank with scales only": (Layout(4, (S1,)), {"momentum_dtype": torch.int8}),
     "DistMuon": (Layout(2, None), {"kind": DistMuon}),
 }
 
 
-def guarded_run(case: str, rule: type[Brittle], spoilt: int | None) -> tuple[list[Tensor], list[Tensor], list[int], int]:
-    """This rank's tensors before and after a step in which one update is not finite, whose they are, and what it has counted."""
+def guarded_run(
+    case: str, rule: type[Brittle], spoilt: int | None
+) -> tuple[list[Tensor], list[Tensor], list[int], int]:
+    """This rank's tensors before and after a step in which one update is not finite, whose they are, and what it
+    has counted.
+    """
     layout, more = GUARDED[case]
     mesh = layout.mesh()
     params, optimizer = build(layout, mesh, **{"nonfinite": "skip", "rule": rule(), "weight_decay": 0.1, **more})
@@ -183,7 +194,9 @@ def guarded_run(case: str, rule: type[Brittle], spoilt: int | None) -> tuple[lis
 
 
 def check_guard(case: str, rule: type[Brittle] = TrustedBrittle) -> list[int]:
-    """One matrix stays, and all else has the bits of a run in which its gradient was small; what this rank has counted."""
+    """One matrix stays, and all else has the bits of a run in which its gradient was small; what this rank has
+    counted.
+    """
     _, usual, _, none = guarded_run(case, rule, None)
     counts = []
     for spoilt in (0, 1):
@@ -198,7 +211,9 @@ def check_guard(case: str, rule: type[Brittle] = TrustedBrittle) -> list[int]:
 @pytest.mark.parametrize("case", GUARDED)
 def test_a_matrix_whose_update_is_not_finite_stays_on_all_ranks(case: str, rule: type[Brittle], masked: bool) -> None:
     """Every rank that orthogonalises it counts it: one, except where replicas compute for themselves."""
-    none, *counted = zip(*ranks(GUARDED[case][0].world, lambda rank: check_guard(case, rule), masked=masked), strict=True)
+    none, *counted = zip(
+        *ranks(GUARDED[case][0].world, lambda rank: check_guard(case, rule), masked=masked), strict=True
+    )
     assert not any(none)
     repeats = "repl" in case or "reference" in case or rule is TrustedBrittle
     assert all(max(of_ranks) == 1 and (repeats or sum(of_ranks) == 1) for of_ranks in counted)
@@ -231,7 +246,8 @@ def test_all_ranks_raise_in_the_step_after_an_update_that_is_not_finite(case: st
     assert re.match(r"rank \d: second had an update that is not finite in the last step", said[0])
 
 
-# ---- GradScaler on shards ------------------------------------------------------------------------------------------------------
+# ---- GradScaler on shards
+# ------------------------------------------------------------------------------------------------------
 
 
 def scaled(
@@ -263,7 +279,9 @@ def scaled(
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("name", ["Shard(0) on 2", "Shard(0) on 4, with empty shards", "HSDP", "TP×FSDP"])
 def test_a_scaler_with_dtensors(name: str, before: bool, masked: bool) -> None:
-    """torch's scaler reduces what it finds over the axes along which the first gradient is cut, so that scales stay together."""
+    """torch's scaler reduces what it finds over the axes along which the first gradient is cut, so that scales stay
+    together.
+    """
     layout = LAYOUTS[name]
     expected = ranks(layout.world, lambda rank: scaled(layout, rank, None, before=before), masked=masked)
     spoilt = holders(0, layout)[0]
@@ -279,7 +297,9 @@ def test_a_scaler_with_dtensors(name: str, before: bool, masked: bool) -> None:
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("kind", [Muon, DistMuon])
 def test_scalers_that_part_do_no_harm_to_replicas(kind: type[Muon], before: bool, masked: bool) -> None:
-    """Only one rank finds an infinity, and only its scale halves. All leave the step out, and each divides by its own scale."""
+    """Only one rank finds an infinity, and only its scale halves. All leave the step out, and each divides by its
+    own scale.
+    """
     layout = Layout(2, None)
     expected = ranks(2, lambda rank: scaled(layout, rank, None, kind, before=before), masked=masked)
     found = ranks(2, lambda rank: scaled(layout, rank, 1, kind, before=before), masked=masked)

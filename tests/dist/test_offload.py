@@ -26,7 +26,9 @@ def test_the_state_of_a_dtensor_stays_one() -> None:
 
     def main(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        first, param = (nn.Parameter(distribute_tensor(torch.randn(5, 4), mesh, [S0], src_data_rank=None)) for _ in range(2))
+        first, param = (
+            nn.Parameter(distribute_tensor(torch.randn(5, 4), mesh, [S0], src_data_rank=None)) for _ in range(2)
+        )
         optimizer = Muon([{"params": [first, param], "names": ["v", "w"], "use_muon": True}])
         optimizer.turn_on_cpu_offload()
         for _ in range(2):

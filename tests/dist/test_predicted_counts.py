@@ -1,4 +1,6 @@
-"""What plans predict and what steps do: bytes counted at the process group, buffers where they are allocated, on every rank."""
+"""What plans predict and what steps do: bytes counted at the process group, buffers where they are allocated, on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,18 @@ LAYOUTS: dict[str, tuple[Sequence[tuple[int, ...]], tuple[int, ...], tuple[Any, 
 def weights_of(layout: str) -> list[nn.Parameter]:
     shapes, mesh_shape, placements = LAYOUTS[layout]
     mesh = dist.init_device_mesh("cpu", mesh_shape)  # type: ignore[attr-defined]
-    values = [distribute_tensor(seeded(shape, k), mesh, placements, src_data_rank=None) for k, shape in enumerate(shapes)]
+    values = [
+        distribute_tensor(seeded(shape, k), mesh, placements, src_data_rank=None) for k, shape in enumerate(shapes)
+    ]
     return [nn.Parameter(value) for value in values]
 
 
 def held(optimizer: Muon) -> int:
     assert isinstance(optimizer._executor, Executor)
     flat = optimizer._executor._workspace._flat
-    return sum(memory.numel() * memory.element_size() for (name, _, _), memory in flat.items() if name.split()[0] in BUFFERS)
+    return sum(
+        memory.numel() * memory.element_size() for (name, _, _), memory in flat.items() if name.split()[0] in BUFFERS
+    )
 
 
 @pytest.mark.parametrize("max_peers", [1024, 1])
@@ -56,7 +62,9 @@ def test_bytes_and_buffers_are_those_of_the_plan(
     averages = layout == "DistMuon"
 
     def main(rank: int) -> tuple[int, int, int]:
-        params = [nn.Parameter(seeded(shape, k)) for k, shape in enumerate(MATRICES)] if averages else weights_of(layout)
+        params = (
+            [nn.Parameter(seeded(shape, k)) for k, shape in enumerate(MATRICES)] if averages else weights_of(layout)
+        )
         names = [f"layers.{k}.experts.weight" for k in range(len(params))]
         groups = [{"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}]
         optimizer: Muon = (
@@ -72,7 +80,8 @@ def test_bytes_and_buffers_are_those_of_the_plan(
         assert held(optimizer) == buffer_bytes(plan, averages=averages)[rank]
         hops = plan.averaging_hops if averages else plan.hops
         sent = sum(hop.sent[rank] for wave in hops for exchange in wave for hop in exchange)
-        assert plan.relayed == (max_peers == 1 and nodes != "" and layout != "EP×FSDP")  # whose ranks have one peer each
+        # whose ranks have one peer each
+        assert plan.relayed == (max_peers == 1 and nodes != "" and layout != "EP×FSDP")
         assert plan.relayed or sent == bytes_sent(plan, averages=averages)[rank]
         return 3 * sent, held(optimizer), len(plan.wave_lanes)
 

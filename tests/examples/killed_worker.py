@@ -1,7 +1,8 @@
 """The demo with an accident: before a given step one process is killed by SIGKILL, once.
 
-Usage: killed_worker.py MARKER CONTENDER STEP WHO, then the demo's own flags. MARKER is a file that says that it has happened. WHO
-is a rank, or "node" for a process of whatever rank together with the launcher that started it, as when a machine is lost.
+Usage: killed_worker.py MARKER CONTENDER STEP WHO, then the demo's own flags. MARKER is a file that says that it has
+happened. WHO is a rank, or "node" for a process of whatever rank together with the launcher that started it, as when a
+machine is lost.
 
 The accident is arranged outside of `if __name__`, because processes that the demo starts itself import this file.
 """

@@ -1,4 +1,6 @@
-"""The training demo, run with tiny settings: what it leaves on disk, what it says, and that its data and model are sound."""
+"""The training demo, run with tiny settings: what it leaves on disk, what it says, and that its data and model are
+sound.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ SIZES = (
     "--d-model 16 --layers 1 --heads 2 --d-ff 32 --seq-len 16 --batch-size 4 --steps 6 --warmup-steps 1 --eval-every 2 "
     "--eval-windows 4 --valid-fraction 0.3 --device cpu --threads 1"
 )
-# The largest logit is 5.4 at first and passes the threshold at step 6. Measured at the end: 156 without the clip, 10 with it.
-CLIP = "--qk-clip --qk-threshold 6 --layers 2 --steps 24 --eval-every 4 --schedule constant --lr 0.4 --weight-decay 0 --no-plot"
+# The largest logit is 5.4 at first and passes the threshold at step 6. Measured at the end: 156 without the clip, 10
+# with it.
+CLIP = (
+    "--qk-clip --qk-threshold 6 --layers 2 --steps 24 --eval-every 4 --schedule constant --lr 0.4 --weight-decay 0 "
+    "--no-plot"
+)
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
@@ -58,7 +64,9 @@ def test_entry_point_leaves_all_artefacts(tiny: list[str], tmp_path: Path) -> No
     page = (folder / "report.md").read_text()
     for part in (log["headline"], "equal steps (6)", "tok_embeddings", torch.__version__, "[plan.html](plan.html)"):
         assert part in page
-    embedded = re.search(r'<script id="report" type="application/json">(.*?)</script>', (folder / "plan.html").read_text(), re.S)
+    embedded = re.search(
+        r'<script id="report" type="application/json">(.*?)</script>', (folder / "plan.html").read_text(), re.S
+    )
     assert embedded is not None
     assert json.loads(embedded[1])["model"]["parameters"] == log["model"]["parameters"]
 
@@ -89,7 +97,9 @@ def test_one_process_rounds_as_two_that_send(tiny: list[str], tmp_path: Path) ->
     together[together.index("--nproc") + 1] = "2"
     done = run_demo(together)
     assert done.returncode == 0, done.stderr
-    unrounded, alone, two = (log_of(tmp_path / out)["runs"]["muon"]["train_loss"] for out in ("unrounded", "runs", "two"))
+    unrounded, alone, two = (
+        log_of(tmp_path / out)["runs"]["muon"]["train_loss"] for out in ("unrounded", "runs", "two")
+    )
     assert two == alone
     assert alone != unrounded
     assert alone == pytest.approx(unrounded, abs=0.05)
@@ -139,7 +149,10 @@ def test_divergence_is_a_clear_error(tiny: list[str], tmp_path: Path, capsys: py
         ("--nproc 3", "--batch-size 4 does not divide over 3 processes"),
         ("--microbatches 3", "--microbatches 3 must divide by 1 processes, and --batch-size 4 by it"),
         ("--stop-after 2", "--stop-after without --checkpoint-every: say after how many steps to write a checkpoint"),
-        ("--qk-clip --only adamw", "--only adamw is none of the runs with --qk-clip: choose unclipped, clipped or both"),
+        (
+            "--qk-clip --only adamw",
+            "--only adamw is none of the runs with --qk-clip: choose unclipped, clipped or both",
+        ),
     ],
 )
 def test_bad_flags_are_refused_before_training(
@@ -178,7 +191,9 @@ def test_the_split_is_disjoint_complete_and_the_same_everywhere(source_folder: P
     assert {*corpus.train_files, *corpus.valid_files} == {f"package{i % 3}/module{i}.py" for i in range(20)}
     assert b"LEFT_OUT" not in corpus.train.numpy().tobytes() + corpus.valid.numpy().tobytes()
     # Written down once: the sides must not depend on PYTHONHASHSEED or the version of Python.
-    assert [name for name in ("ast.py", "enum.py", "os.py", "random.py", "turtle.py") if data.is_validation(name, 0.5)] == [
+    assert [
+        name for name in ("ast.py", "enum.py", "os.py", "random.py", "turtle.py") if data.is_validation(name, 0.5)
+    ] == [
         "random.py",
         "turtle.py",
     ]

@@ -23,7 +23,9 @@ def test_two_processes_train_and_save(tmp_path: Path) -> None:
     assert done.returncode == other.returncode == 0, done.stdout + done.stderr + other.stderr
     assert not other.stdout
     assert "RoutingWarning" not in done.stderr
-    losses = {int(step): float(loss) for step, loss in re.findall(r"^step +(\d+)  loss ([\d.]+)$", done.stdout, re.MULTILINE)}
+    losses = {
+        int(step): float(loss) for step, loss in re.findall(r"^step +(\d+)  loss ([\d.]+)$", done.stdout, re.MULTILINE)
+    }
     assert list(losses) == [1, 10, 20]  # one line per step that is shown, of one rank
     assert losses[20] < losses[1] - 0.05
     model = fsdp2.Transformer()

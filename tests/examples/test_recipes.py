@@ -1,4 +1,6 @@
-"""Every recipe runs as it is, shortened, alone and (as under torchrun) on several ranks; more ranks train as one device does."""
+"""Every recipe runs as it is, shortened, alone and (as under torchrun) on several ranks; more ranks train as one
+device does.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,21 @@ class LaunchedRecipe:
                 port[0] = free.getsockname()[1]
         dist.broadcast_object_list(port)
         dist.destroy_process_group()  # the script makes its own
-        torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
+        torchrun = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port[0],
+        }
         arguments = [argument.format(folder=folder) for argument in self.arguments]
         printed = run_script(self.name, *arguments, **{key: str(value) for key, value in torchrun.items()})
         assert not dist.is_initialized()
         if rank == 0:
             (folder / self.file).write_text(printed)
         else:
-            own = [line for line in printed.splitlines() if line.startswith(f"rank {rank} ")]  # what only this rank can say
+            # what only this rank can say
+            own = [line for line in printed.splitlines() if line.startswith(f"rank {rank} ")]
             assert printed.splitlines() == own, f"rank {rank} prints what rank 0 does"
 
 
@@ -145,7 +154,10 @@ def test_a_fused_weight_trains_like_separate_ones() -> None:
 def test_qk_clip_holds_logits() -> None:
     printed = run_script("qk_clip", "--steps", 12, "--threshold", 0.5)
     without, clipped = (losses_of(part) for part in printed.split("threshold ")[1:])
-    logits = [[float(logit) for logit in re.findall(r"largest logit ([\d.]+)", part)] for part in printed.split("threshold ")[1:]]
+    logits = [
+        [float(logit) for logit in re.findall(r"largest logit ([\d.]+)", part)]
+        for part in printed.split("threshold ")[1:]
+    ]
     assert without[12] < without[1] - 0.05
     assert clipped[12] < clipped[1] - 0.05
     assert logits[0][0] == logits[1][0]

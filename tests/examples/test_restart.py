@@ -23,10 +23,11 @@ from .conftest import DEMO, REPOSITORY, log_of, run_folder, write_sources
 
 KILLED = REPOSITORY / "tests" / "examples" / "killed_worker.py"
 TORCHRUN = ("-m", "torch.distributed.run")
-# 12 sequences divide over 1, 2, 3 and 4 processes. Checkpoints after steps 3, 6, 9 and 12, evaluations after 4, 8 and 12.
+# 12 sequences divide over 1, 2, 3 and 4 processes. Checkpoints after steps 3, 6, 9 and 12, evaluations after 4, 8 and
+# 12.
 TINY = (
-    "--d-model 16 --layers 1 --heads 2 --d-ff 32 --seq-len 16 --batch-size 12 --steps 12 --warmup-steps 1 --eval-every 4 "
-    "--eval-windows 4 --valid-fraction 0.3 --device cpu --threads 1 --no-plot --checkpoint-every 3"
+    "--d-model 16 --layers 1 --heads 2 --d-ff 32 --seq-len 16 --batch-size 12 --steps 12 --warmup-steps 1 "
+    "--eval-every 4 --eval-windows 4 --valid-fraction 0.3 --device cpu --threads 1 --no-plot --checkpoint-every 3"
 )
 KILLED_BEFORE = 7  # counted from 0: seven steps are done, the last checkpoint holds six
 
@@ -80,7 +81,9 @@ def losses(log: Log, name: str) -> list[float]:
 
 
 def resumed(log: Log) -> dict[str, list[tuple[int, int]]]:
-    return {name: [(point["step"], point["processes"]) for point in run["resumed"]] for name, run in log["runs"].items()}
+    return {
+        name: [(point["step"], point["processes"]) for point in run["resumed"]] for name, run in log["runs"].items()
+    }
 
 
 def files_below(folder: Path) -> dict[Path, bytes]:
@@ -108,8 +111,11 @@ def test_torchrun_starts_again_and_the_curve_is_the_same_bit_for_bit(
     assert "Resumed from a checkpoint: meshmuon after step 6 on 2 processes" in page
 
 
-def test_torchrun_goes_on_with_fewer_processes_when_a_node_is_lost(sources: Path, tmp_path: Path, alone: list[str]) -> None:
-    """Two launchers of one process each; one is killed with its process, and the other goes on alone. Half of it is waiting.
+def test_torchrun_goes_on_with_fewer_processes_when_a_node_is_lost(
+    sources: Path, tmp_path: Path, alone: list[str]
+) -> None:
+    """Two launchers of one process each; one is killed with its process, and the other goes on alone. Half of it is
+    waiting.
 
     The first to come waits for the second for a few seconds only: it is started when the second has imported torch.
     """
@@ -121,7 +127,16 @@ def test_torchrun_goes_on_with_fewer_processes_when_a_node_is_lost(sources: Path
     command = [*flags(sources, tmp_path / "runs"), "--only", "muon"]
     accident = (str(KILLED), str(tmp_path / "happened"), "muon", str(KILLED_BEFORE), "node")
     other = subprocess.Popen(
-        [sys.executable, "-c", awake, tmp_path / "awake", *nodes, f"--rdzv-conf=is_host=0,{LAST_CALL}", *accident, *command],
+        [
+            sys.executable,
+            "-c",
+            awake,
+            tmp_path / "awake",
+            *nodes,
+            f"--rdzv-conf=is_host=0,{LAST_CALL}",
+            *accident,
+            *command,
+        ],
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -237,7 +252,8 @@ def half_written(path: Path) -> None:
     path.rename(path.with_name(path.name + checkpoints.UNFINISHED))
     later = path.with_name("step-000012" + checkpoints.UNFINISHED)
     later.mkdir()
-    (later / "__7_0.distcp").touch()  # by more processes than go on: must not end up in the checkpoint that gets this name
+    # by more processes than go on: must not end up in the checkpoint that gets this name
+    (later / "__7_0.distcp").touch()
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, half_written], ids=lambda one: one.__name__)

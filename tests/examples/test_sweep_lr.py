@@ -10,7 +10,9 @@ import pytest
 import sweep_lr
 
 
-def test_the_example_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sweep_lr, "STEPS", 3)
     assert sweep_lr.main(["sweep", "sweep_lr:train", "--lrs", "0.004", "--out", str(tmp_path)]) == 0
     runs = json.loads((tmp_path / "sweep.json").read_text())["runs"]

@@ -15,7 +15,10 @@ from tests.support.scripts import run_script
 
 from .conftest import EXAMPLES, REPOSITORY
 
-FLAGS = "--d-model 16 --d-ff 32 --layers 1 --heads 2 --seq-len 16 --batch-size 4 --steps 3 --valid-fraction 0.3 --device cpu"
+FLAGS = (
+    "--d-model 16 --d-ff 32 --layers 1 --heads 2 --seq-len 16 --batch-size 4 --steps 3 --valid-fraction 0.3 --device "
+    "cpu"
+)
 
 
 def losses_of(printed: str) -> list[float]:
@@ -49,7 +52,11 @@ def test_one_process_rounds_experts_as_if_it_sent_them(source_folder: Path) -> N
         return train_moe.Job(train_moe.parser().parse_args(flags)).run(lambda step, loss: None)
 
     def experts_of(result: train_moe.Trained) -> Tensor:
-        names = [(name, p) for g in result.optimizer.param_groups for name, p in zip(g["param_names"], g["params"], strict=True)]
+        names = [
+            (name, p)
+            for g in result.optimizer.param_groups
+            for name, p in zip(g["param_names"], g["params"], strict=True)
+        ]
         return next(param for name, param in names if name.endswith("experts.w1"))
 
     unrounded = trained()
@@ -66,7 +73,9 @@ def test_one_process_rounds_experts_as_if_it_sent_them(source_folder: Path) -> N
         ("--experts 6 --d-ff 33", "nor do their 33 and 16 rows over 2"),
     ],
 )
-def test_bad_flags_are_refused(flags: str, message: str, source_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_refused(
+    flags: str, message: str, source_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         train_moe.main([*FLAGS.split(), "--data", str(source_folder), *flags.split()])
     assert stopped.value.code == 2

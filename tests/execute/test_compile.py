@@ -1,7 +1,7 @@
 """The compiled orthogonalisation: one graph per shape, for any number of shapes, and the eager result.
 
-Inductor itself is not run here: its first use takes longer than a test may. What is compiled is the same function with the same
-graph for every backend; "aot_eager" runs the whole of torch.compile except the generation of code.
+Inductor itself is not run here: its first use takes longer than a test may. What is compiled is the same function with
+the same graph for every backend; "aot_eager" runs the whole of torch.compile except the generation of code.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def test_aot_eager_equals_eager() -> None:
 
 
 def test_more_than_eight_shapes_are_all_compiled() -> None:
-    """torch.compile gives up at the ninth shape of a function unless told otherwise, and runs it eagerly without a word."""
+    """torch.compile gives up at the ninth shape of a function unless told otherwise, and runs it eagerly without a
+    word.
+    """
     shapes = tuple((6, 7 + k) for k in range(11))
     compiled, eager, start = both(shapes, "meshmuon_counting", form="standard", ns_steps=2)
     assert_moved_within_rounding(compiled, eager, start, 3, polar_express(steps=2))

@@ -1,4 +1,6 @@
-"""Elementwise work on tensors of any length, dtype and place in memory: the same bits, and gradients that are only read."""
+"""Elementwise work on tensors of any length, dtype and place in memory: the same bits, and gradients that are only
+read.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def test_momentum_in_company_has_the_bits_of_momentum_alone(
     start = [random(size, seed=size + 1, dtype=buffer_dtype) for size in SIZES]
     start[2] = start[2].bfloat16()
     alone, views = ([torch.zeros(size, dtype=wide) for size in SIZES] for _ in range(2))
-    alone_buffers, buffers = [buffer.clone() for buffer in start], [misplaced(buffer, k) for k, buffer in enumerate(start)]
+    alone_buffers, buffers = (
+        [buffer.clone() for buffer in start],
+        [misplaced(buffer, k) for k, buffer in enumerate(start)],
+    )
     with fresh_trials(), HostileArithmetic() if hostile else nullcontext():
         for view, grad, buffer in zip(alone, grads, alone_buffers, strict=True):
             fill_with_momentum([view], [grad], [buffer], RETAIN, momentum)
@@ -68,7 +73,12 @@ def test_gradients_are_only_read() -> None:
     ones = torch.ones(64)
     with torch.inference_mode():
         of_inference = torch.ones(64)
-    for grad, value in ((ones, 1.0), (torch._neg_view(ones), -1.0), (torch._efficientzerotensor(64), 0.0), (of_inference, 1.0)):
+    for grad, value in (
+        (ones, 1.0),
+        (torch._neg_view(ones), -1.0),
+        (torch._efficientzerotensor(64), 0.0),
+        (of_inference, 1.0),
+    ):
         view, buffer = torch.empty(64), torch.full((64,), 2.0)
         version = None if grad.is_inference() else grad._version
         fill_with_momentum([view], [grad], [buffer], 0.5, 0.5)
@@ -108,7 +118,12 @@ class Elsewhere(Tensor):
         return torch.device("cuda")
 
 
-BATCHED = [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2]
+BATCHED = [
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16,) * 2,
+]
 
 
 @pytest.mark.parametrize(("grad_dtype", "momentum_dtype"), BATCHED)
@@ -142,7 +157,9 @@ def test_a_rate_of_zero_on_a_device_keeps_the_sign_of_zeros(update: float) -> No
 
 
 @pytest.mark.parametrize("rate", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
-def test_an_update_from_a_wire_of_16_bits_is_multiplied_in_full_precision(rate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_from_a_wire_of_16_bits_is_multiplied_in_full_precision(
+    rate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the lr is a tensor, and on a CPU whose scaled sums are not uniform."""
     monkeypatch.setattr(elementwise, "adds_uniformly", lambda *dtypes: False)
     param, update = random(100, seed=1), random(100, seed=2).bfloat16()
@@ -174,8 +191,13 @@ def test_cautious_decay_is_for_what_moves_towards_zero_or_not_at_all(tensor_rate
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rate", [RATE, -RATE])
 def test_a_rate_that_stays_a_tensor(dtype: torch.dtype, rate: float) -> None:
-    """On a GPU the host never reads the rate. The arithmetic is the same, but for a fused multiply-add and one rounding."""
-    start, update = random(1003, seed=1, dtype=dtype), random(1003, seed=2).to(torch.promote_types(dtype, torch.float32))
+    """On a GPU the host never reads the rate. The arithmetic is the same, but for a fused multiply-add and one
+    rounding.
+    """
+    start, update = (
+        random(1003, seed=1, dtype=dtype),
+        random(1003, seed=2).to(torch.promote_types(dtype, torch.float32)),
+    )
     for factors in ((DECAY, rate), (torch.tensor(DECAY, dtype=torch.float64), torch.tensor(rate, dtype=torch.float64))):
         param = start.clone()
         apply([param], [update.clone()], *factors)

@@ -82,7 +82,9 @@ def test_a_tensor_of_whole_blocks_gets_the_bits_of_the_matrix(cols: int, data: s
 
 @given(cols=st.integers(1, 400), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_cut_is_restored_and_written_with_the_scales_of_the_blocks_it_touches(cols: int, data: st.DataObject) -> None:
+def test_any_cut_is_restored_and_written_with_the_scales_of_the_blocks_it_touches(
+    cols: int, data: st.DataObject
+) -> None:
     numbers = seeded(3, cols)
     quanta, scales = quantised(numbers)
     first = data.draw(st.integers(0, cols - 1))
@@ -158,7 +160,9 @@ def test_other_dtypes_are_read_as_float32_and_rounded_once(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_updates_are_restored_in_the_dtype_in_which_weights_are_formed(dtype: torch.dtype) -> None:
-    """One of float32 would be rounded once more when it is multiplied with a rate on a device, beside weights of float64."""
+    """One of float32 would be rounded once more when it is multiplied with a rate on a device, beside weights of
+    float64.
+    """
     (numbers,) = Elementwise().numbers([in_int8(*quantised(seeded(4, 6)))], [torch.empty(4, 2, 3, dtype=dtype)], None)
     assert numbers.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(numbers.flatten(1).float(), restored(seeded(4, 6)))
@@ -189,7 +193,9 @@ SPECTRA = {
     "1/k": (1 / torch.arange(1, 257), 0.08),
     "log-spaced from 1e-3": (torch.logspace(0, -3, 256), 0.37),
 }
-"""Singular values, and how far the polar factor of the rounded matrix may be from that of the matrix, relative to its norm."""
+"""Singular values, and how far the polar factor of the rounded matrix may be from that of the matrix, relative to
+its norm.
+"""
 
 
 @pytest.mark.parametrize("name", SPECTRA)

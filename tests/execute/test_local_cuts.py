@@ -1,4 +1,6 @@
-"""Views of the parts of local tensors: no copies, and few views. That they have the right elements, tests/dist shows."""
+"""Views of the parts of local tensors: no copies, and few views. That they have the right elements, tests/dist
+shows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from meshmuon.layout import Ranges
 from meshmuon.matrices import StridedRange
 
 
-@pytest.mark.parametrize(("held", "views"), [(((0, 48),), 1), (((1, 48),), 2), (((1, 43),), 3), (((1, 7), (13, 24)), 2)], ids=str)
+@pytest.mark.parametrize(
+    ("held", "views"), [(((0, 48),), 1), (((1, 48),), 2), (((1, 43),), 3), (((1, 7), (13, 24)), 2)], ids=str
+)
 def test_a_range_that_a_rank_holds_takes_one_view_beside_its_ends(held: Ranges, views: int) -> None:
     """The first 4 of every 6 rows of (48, 3): all whole blocks of them are one view, however many there are."""
     window = LocalWindow.of((StridedRange(0, 4, 8, 6), StridedRange(0, 3)), held, ((0, 3),))

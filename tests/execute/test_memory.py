@@ -1,9 +1,10 @@
 """A step allocates nothing new after the first.
 
-Measured with torch's profiler, which sees every block that torch's CPU allocator hands out, inside operators too: a positive
-number is an allocation, a negative one a release, and a running sum gives the peak. A scalar is allowed: torch wraps
-numbers such as a learning rate into tensors of 8 bytes. The profiler sees the thread that starts it: in the tests with two ranks
-that is rank 1, as torch's threaded process group does the work of its collectives, with small tensors of its own, on rank 0.
+Measured with torch's profiler, which sees every block that torch's CPU allocator hands out, inside operators too: a
+positive number is an allocation, a negative one a release, and a running sum gives the peak. A scalar is allowed: torch
+wraps numbers such as a learning rate into tensors of 8 bytes. The profiler sees the thread that starts it: in the tests
+with two ranks that is rank 1, as torch's threaded process group does the work of its collectives, with small tensors of
+its own, on rank 0.
 """
 
 from __future__ import annotations
@@ -154,7 +155,12 @@ def test_bfloat16_weights_are_formed_in_kept_memory(options: dict[str, Any]) -> 
 def test_random_bits_take_a_word_per_row_and_column() -> None:
     """Beside the kept memory of a chunk: a few vectors of 8 bytes per row and per column of one matrix at a time."""
     params = make_params(*SHAPES, dtype=torch.bfloat16)
-    options: dict[str, Any] = {"expert_keys": ["experts"], "none_grad": False, "nesterov": False, "rounding": "stochastic"}
+    options: dict[str, Any] = {
+        "expert_keys": ["experts"],
+        "none_grad": False,
+        "nesterov": False,
+        "rounding": "stochastic",
+    }
     optimizer = Muon([group(params, prefix="experts")], lr=LR, **options)
     check_steady(params, optimizer, largest=8 * 400, peak=6 * 8 * (390 + 400) * len(SHAPES))
 

@@ -1,4 +1,6 @@
-"""Steps of one rank, seen from a scheme: what is orthogonalised, which gradients are left by then, and when plans are kept."""
+"""Steps of one rank, seen from a scheme: what is orthogonalised, which gradients are left by then, and when plans
+are kept.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from torch import Tensor
 from meshmuon import Muon
 from meshmuon.device import Graphs
 from meshmuon.execute import ortho_batch
-from tests.support.reference import LR, assert_same_bits, copies, engine_muon, gradients, group, make_params, run, set_gradients
+from tests.support.reference import (
+    LR,
+    assert_same_bits,
+    copies,
+    engine_muon,
+    gradients,
+    group,
+    make_params,
+    run,
+    set_gradients,
+)
 
 
 def test_the_plan_is_kept_until_the_work_changes() -> None:

@@ -15,7 +15,13 @@ WIDTHS, COUNTS = range(1, 7), range(9)
 everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])
 
 Event = tuple[Action, int]
-GATHER, COMPUTE, FINISH, LOCAL, LAST = Action.GATHER, Action.COMPUTE, Action.FINISH, Action.LOCAL, Action.DURING_LAST_SCATTER
+GATHER, COMPUTE, FINISH, LOCAL, LAST = (
+    Action.GATHER,
+    Action.COMPUTE,
+    Action.FINISH,
+    Action.LOCAL,
+    Action.DURING_LAST_SCATTER,
+)
 SEND = Action.SEND
 
 
@@ -35,10 +41,14 @@ def waves_that_record(count: int, events: list[Event], *, first_sends_last: bool
 
 @everywhere
 def test_turns_are_run_in_their_order(width: int, count: int) -> None:
-    """What follows is about ``pipeline_order``. Gradients are freed by ``gradient_read_order``, which must follow it too."""
+    """What follows is about ``pipeline_order``. Gradients are freed by ``gradient_read_order``, which must follow
+    it too.
+    """
     events: list[Event] = []
     waves = waves_that_record(count, events)
-    run_pipeline(waves, pipeline_order(count, width), lambda: events.append((LOCAL, 0)), lambda: events.append((LAST, 0)))
+    run_pipeline(
+        waves, pipeline_order(count, width), lambda: events.append((LOCAL, 0)), lambda: events.append((LAST, 0))
+    )
     assert events == list(pipeline_order(count, width))
     read = [k if action is GATHER else count for action, k in events if action in (GATHER, LOCAL)]
     assert read == list(gradient_read_order(count, 1, width))

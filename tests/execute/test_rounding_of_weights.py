@@ -78,7 +78,16 @@ def test_the_random_bits_are_those_of_exact_integers(
 
 
 def test_numbers_of_bfloat16_and_numbers_that_are_not_finite_stay() -> None:
-    special = [0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).tiny]
+    special = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.5,
+        math.inf,
+        -math.inf,
+        torch.finfo(torch.bfloat16).max,
+        torch.finfo(torch.bfloat16).tiny,
+    ]
     for count in range(50):
         found = rounded(torch.tensor(special), count=count)
         assert torch.equal(found.view(torch.int32), torch.tensor(special).view(torch.int32))
@@ -94,7 +103,9 @@ def test_both_signs_are_rounded_alike() -> None:
 
 @pytest.mark.parametrize("low", [1, 0x0800, 0x4000, 0x8000, 0xC000, 0xFFFF])
 def test_the_mean_is_exact(low: int) -> None:
-    """Of n roundings a binomial number goes up: within five standard deviations of n·low/2¹⁶, one in 1.7 million tests fails."""
+    """Of n roundings a binomial number goes up: within five standard deviations of n·low/2¹⁶, one in 1.7 million
+    tests fails.
+    """
     number = (torch.tensor([1.0]).view(torch.int32) + low).view(torch.float32)
     up = 0
     for count in range(8):
@@ -208,7 +219,9 @@ def test_a_rate_of_zero_changes_nothing(stochastic: bool) -> None:
 
 
 def test_decay_below_half_a_unit_is_lost_to_nearest_and_kept_stochastically() -> None:
-    """1 − 2⁻¹⁰ a step for 512 steps: exp(−1/2) on average. Of n weights the mean deviates by at most their spread over √n."""
+    """1 − 2⁻¹⁰ a step for 512 steps: exp(−1/2) on average. Of n weights the mean deviates by at most their spread
+    over √n.
+    """
     nearest, stochastic = torch.ones(100, 100).bfloat16(), torch.ones(100, 100).bfloat16()
     tracked, elements = counter(), whole(100, 100)
     for _ in range(512):

@@ -1,4 +1,6 @@
-"""Strided copies between a flat buffer and a batch: few of them. That they move the right elements, tests/dist shows."""
+"""Strided copies between a flat buffer and a batch: few of them. That they move the right elements, tests/dist
+shows.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from meshmuon.plan import PlannedParam, PlanOptions, cost_model_for, make_plan, 
 
 
 def even(sources: int, matrices: int, dim: int, *, by_source: bool = True) -> int:
-    """Copies that the pieces of even shards over ``sources`` need; pieces lie by source, then matrix, or the other way round."""
+    """Copies that the pieces of even shards over ``sources`` need; pieces lie by source, then matrix, or the other
+    way round.
+    """
     rows, cols = (2 * sources, 3) if dim == 0 else (3, 2 * sources)
     cut = [((2 * k, 2 * k + 2),) for k in range(sources)]
     pieces = [Piece(*((one, ((0, cols),)) if dim == 0 else (((0, rows),), one)), (k,)) for k, one in enumerate(cut)]
@@ -40,7 +44,9 @@ def test_even_shards_of_neighbouring_matrices(dim: int) -> None:
 def test_what_an_owner_unpacks(dim: int) -> None:
     """The owner's own piece is elsewhere and parts each matrix in two: at most two copies a matrix over 255 senders."""
     mesh = Mesh((256,), tuple(range(256)))
-    entries = [PlannedParam(f"p{k}", (Layout((256, 256), mesh, (Sharded(dim),)),), 0, "lane", 4, 1000) for k in range(512)]
+    entries = [
+        PlannedParam(f"p{k}", (Layout((256, 256), mesh, (Sharded(dim),)),), 0, "lane", 4, 1000) for k in range(512)
+    ]
     plan = make_plan(entries, PlanOptions(cost_model_for("cpu"), chunk_size=512))
     (wave,) = routes_of(plan, 100)
     assert len(wave.owned_tasks) == 2

@@ -56,7 +56,9 @@ def test_any_cut_gives_the_same_bits_and_the_right_number(pairs: list[tuple[floa
 
 @pytest.mark.parametrize("pairs", [[(1e10, 1e10), (1e10, -1e10), (0.3, 1.0)], [(1e10, 1e10), (0.75, 1.0)]], ids=str)
 def test_what_is_far_below_the_largest_product_counts_nowhere(pairs: list[tuple[float, float]]) -> None:
-    """Neither where the largest ones cancel, nor if a piece of its own would have room for it, nor by rounding up beside them."""
+    """Neither where the largest ones cancel, nor if a piece of its own would have room for it, nor by rounding up
+    beside them.
+    """
     weights, updates = torch.tensor(pairs).unbind(1)
     together = sums(weights, updates, [], last_first=False)
     assert together[2] == (0.0 if len(pairs) == 3 else float(weights[0].double() * updates[0].double()))

@@ -80,7 +80,8 @@ def test_sharded_anew_between_steps(where: str, how: str) -> None:
         give_gradients(params, 1)
         if where == "all ranks" or rank == ODD:
             state = optimizer.state.pop(params[0])
-            params[0] = nn.Parameter(turned(seeded((8, 6), 0), mesh))  # as a wrapper does that puts others in their place
+            # as a wrapper does that puts others in their place
+            params[0] = nn.Parameter(turned(seeded((8, 6), 0), mesh))
             params[0].grad = like(params[0], seeded((8, 6), 9))
             optimizer.param_groups[0]["params"][0] = params[0]
             optimizer.state[params[0]] = state

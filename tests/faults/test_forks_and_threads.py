@@ -171,6 +171,8 @@ def rank_of_two_threads(rank: int, folder: Path, prepare: Callable[[int], Callab
 
 
 @pytest.mark.parametrize("prepare", [clips, collects, consolidates])
-def test_what_communicates_takes_turns_with_steps(prepare: Callable[[int], Callable[[], float]], tmp_path: Path) -> None:
+def test_what_communicates_takes_turns_with_steps(
+    prepare: Callable[[int], Callable[[], float]], tmp_path: Path
+) -> None:
     (first, second), other = results_of(run_ranks(2, rank_of_two_threads, tmp_path, prepare))
     assert other == [first, second]

@@ -171,7 +171,9 @@ def drive_tries(tries: range, outcomes: Any) -> None:
 
 
 def test_every_loss_is_heard() -> None:
-    """With forks that hold gloo's connections open, and a group timeout of half an hour; ``lost_ranks`` can do it more often."""
+    """With forks that hold gloo's connections open, and a group timeout of half an hour; ``lost_ranks`` can do it
+    more often.
+    """
     context = fork_server()
     receiver, sender = context.Pipe(duplex=False)
     driver = context.Process(target=drive_tries, args=(range(8), sender))
@@ -200,7 +202,11 @@ def stalling_rank(rank: int, folder: Path, phase: str) -> Report:
 
 @pytest.mark.parametrize(
     ("phase", "allowed"),
-    [("before the agreement", {"agreement"}), ("before the gather", {"gather"}), ("orthogonalise", {"gather", "scatter"})],
+    [
+        ("before the agreement", {"agreement"}),
+        ("before the gather", {"gather"}),
+        ("orthogonalise", {"gather", "scatter"}),
+    ],
 )
 def test_a_rank_that_stalls(phase: str, allowed: set[str], tmp_path: Path) -> None:
     """The group's timeout ends the wait of the others, while the rank still stalls; it hears of it when it wakes."""
@@ -210,7 +216,9 @@ def test_a_rank_that_stalls(phase: str, allowed: set[str], tmp_path: Path) -> No
         assert report.completed == 2, report
         assert all(kind != "nothing" for kind, _ in report.later), report
         assert rank == LOST or report.phase in allowed, report
-    assert any(report.timed_out(TIMEOUT) for report in reports), "the others hear of it from the first one whose wait ends"
+    assert any(report.timed_out(TIMEOUT) for report in reports), (
+        "the others hear of it from the first one whose wait ends"
+    )
 
 
 # A rank that leaves a step in the middle and lives on.
@@ -230,7 +238,9 @@ def test_a_rank_that_leaves_a_step(phase: str, action: type[Raise], tmp_path: Pa
 @pytest.mark.parametrize("action", [Raise, Interrupt])
 def test_a_rank_that_leaves_while_the_others_are_ready(action: type[Raise], tmp_path: Path) -> None:
     """In the first step, whose plan it has not prepared yet; nothing is half done."""
-    reports: list[Report] = results_of(run_ranks(WORLD, muon_rank, tmp_path, 0, "making ready", action(tmp_path), WORLD))
+    reports: list[Report] = results_of(
+        run_ranks(WORLD, muon_rank, tmp_path, 0, "making ready", action(tmp_path), WORLD)
+    )
     assert reports[LOST].kind == type(action.error).__name__
     check_survivors(reports)
     for rank, report in enumerate(reports):
@@ -251,7 +261,9 @@ def test_a_lost_rank_under_nccls_rules(phase: str, action: type[Kill], tmp_path:
 
 
 def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
-    reports: list[Report] = results_of(run_ranks(WORLD, muon_rank, tmp_path, 2, "in the agreement", Interrupt(tmp_path), WORLD))
+    reports: list[Report] = results_of(
+        run_ranks(WORLD, muon_rank, tmp_path, 2, "in the agreement", Interrupt(tmp_path), WORLD)
+    )
     assert reports[LOST].kind == "KeyboardInterrupt"
     check_survivors(reports)
 

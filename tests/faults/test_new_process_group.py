@@ -15,7 +15,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshmuon import DistMuon, Muon, clip_grad_norm_
 from meshmuon.errors import MeshmuonError
 from tests.support.processes import join_group, results_of, run_ranks
-from tests.support.small_model import S0, SHAPES, R, after, assert_equal, give_gradients, initial, muon_of, run_steps, world_mesh
+from tests.support.small_model import (
+    S0,
+    SHAPES,
+    R,
+    after,
+    assert_equal,
+    give_gradients,
+    initial,
+    muon_of,
+    run_steps,
+    world_mesh,
+)
 from tests.support.tensors import local, one_text, refused, seeded
 
 WORLD = 2
@@ -25,7 +36,10 @@ MATRICES = SHAPES[:-1]
 def built(layout: str) -> tuple[list[nn.Parameter], Muon]:
     if layout == "two axes":
         mesh = init_device_mesh("cpu", (1, 2))
-        params = [nn.Parameter(distribute_tensor(seeded(s, k), mesh, [R, S0], src_data_rank=None)) for k, s in enumerate(SHAPES)]
+        params = [
+            nn.Parameter(distribute_tensor(seeded(s, k), mesh, [R, S0], src_data_rank=None))
+            for k, s in enumerate(SHAPES)
+        ]
         return params, muon_of(params)
     if layout == "DTensors":
         params = initial(world_mesh())
@@ -60,7 +74,9 @@ LAYOUTS = ["DTensors", "two axes", "whole world", "own group", "DistMuon"]
 def test_an_optimizer_of_an_earlier_process_group(layout: str, stepped: bool, renewed: bool, tmp_path: Path) -> None:
     said = results_of(run_ranks(WORLD, reborn_rank, tmp_path, layout, stepped, renewed))
     text = one_text([text for texts in said for text in texts])
-    assert text.startswith("TransportError: ranks lost each other in the agreement of a step: destroy_process_group() has ended")
+    assert text.startswith(
+        "TransportError: ranks lost each other in the agreement of a step: destroy_process_group() has ended"
+    )
     assert ("Rebuild the meshes" if layout in ("DTensors", "two axes") else "Set optimizer.replica_group") in text
 
 
@@ -79,10 +95,13 @@ def continued_rank(rank: int, folder: Path, layout: str) -> str:
         params, optimizer = built(layout)
         for param, value, entry in zip(params, values, saved["state"].values(), strict=True):
             param.detach().to_local().copy_(value)
-            for key in entry.keys() & {"momentum_buffer", "exp_avg", "exp_avg_sq"}:  # the parts of the old mesh on the new one
+            # the parts of the old mesh on the new one
+            for key in entry.keys() & {"momentum_buffer", "exp_avg", "exp_avg_sq"}:
                 part, stride = entry[key].to_local(), param.stride()
                 mesh, placements = param.device_mesh, param.placements
-                entry[key] = DTensor.from_local(part, mesh, placements, run_check=False, shape=param.shape, stride=stride)
+                entry[key] = DTensor.from_local(
+                    part, mesh, placements, run_check=False, shape=param.shape, stride=stride
+                )
         optimizer.load_state_dict(saved)
     else:
         optimizer.replica_group = dist.group.WORLD

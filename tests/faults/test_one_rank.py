@@ -174,7 +174,8 @@ def test_one_rank_runs_out_of_memory_while_it_plans(later: bool, tmp_path: Path)
     assert text == "rank 1: OutOfMemoryError: no 3 GiB left"
 
 
-# Failures in the middle: the step is made to its end, the rank raises its own error, and the next step tells the others.
+# Failures in the middle: the step is made to its end, the rank raises its own error, and the next step tells the
+# others.
 
 BAD_STEP = 1
 _current = {"step": -1, "raises": False}  # each rank is a process
@@ -188,7 +189,9 @@ def moody(batch: Tensor) -> Tensor:
 
 
 def parted_rank(rank: int, folder: Path, what: str) -> tuple[Said | None, Said]:
-    """AdamW fails, or the scheme on a matrix that every rank computes for itself: then ranks no longer have the same model."""
+    """AdamW fails, or the scheme on a matrix that every rank computes for itself: then ranks no longer have the
+    same model.
+    """
     mesh = world_mesh()
     params = initial(mesh)
     if what == "replicas":
@@ -217,13 +220,16 @@ KEPT = "a kept weights and momentum in this step, which failed: ZeroDivisionErro
 
 
 @pytest.mark.parametrize(
-    ("what", "world", "text"), [("AdamW", 3, "OutOfMemoryError: no 3 GiB left"), ("replicas", 2, f"OrthogonalizeError: {KEPT}")]
+    ("what", "world", "text"),
+    [("AdamW", 3, "OutOfMemoryError: no 3 GiB left"), ("replicas", 2, f"OrthogonalizeError: {KEPT}")],
 )
 def test_a_failure_after_which_ranks_have_parted(what: str, world: int, text: str, tmp_path: Path) -> None:
     """No rank steps on until a checkpoint is loaded; after that the run is exact."""
     said = results_of(run_ranks(world, parted_rank, tmp_path, what))
     assert said[ODD][0] == tuple(text.split(": ", 1))
-    assert [own is None for own, _ in said] == [what == "AdamW" and rank != ODD for rank in range(world)], "of all else they know"
+    assert [own is None for own, _ in said] == [what == "AdamW" and rank != ODD for rank in range(world)], (
+        "of all else they know"
+    )
     assert len({one for _, one in said}) == 1
     kind, shown = said[0][1]
     assert kind == "StateError"
@@ -253,7 +259,11 @@ def lazy(entries: Any, options: Any) -> Plan:
 
 
 PLANS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "another owner": (doctored, "PlanMismatchError", ("b: rank 1 plans matrix 0 to owner", "rank 0 plans matrix 0 to owner")),
+    "another owner": (
+        doctored,
+        "PlanMismatchError",
+        ("b: rank 1 plans matrix 0 to owner", "rank 0 plans matrix 0 to owner"),
+    ),
     "one parameter less": (lazy, "PlanMismatchError", ("rank 1 plans", "rank 0 plans")),
     "no owner": (contradictory, "PlanError", ("rank 1: ",)),
 }

@@ -1,4 +1,6 @@
-"""A rank that fails in ``prepare()``: all ranks raise the same error, which names phase and rank, and no weight is written."""
+"""A rank that fails in ``prepare()``: all ranks raise the same error, which names phase and rank, and no weight is
+written.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ def test_a_rank_whose_param_group_has_lost_its_parameters() -> None:
         return text
 
     text = one_text(run_threads(WORLD, main))
-    assert text.startswith("ConfigError: prepare() failed in its planning: rank 1: group 0 has lost its option 'params'")
+    assert text.startswith(
+        "ConfigError: prepare() failed in its planning: rank 1: group 0 has lost its option 'params'"
+    )
 
 
 def test_zeros_that_it_made_do_not_pass_for_a_state_that_was_loaded() -> None:
@@ -146,7 +150,9 @@ def test_zeros_that_it_made_do_not_pass_for_a_state_that_was_loaded() -> None:
         return text
 
     text = one_text(run_threads(WORLD, main))
-    assert text.startswith("StateError: prepare() failed in its planning: a has no state on rank 1 and would restart there")
+    assert text.startswith(
+        "StateError: prepare() failed in its planning: a has no state on rank 1 and would restart there"
+    )
 
 
 def test_prepare_does_not_count_as_a_step() -> None:
@@ -184,7 +190,9 @@ def faulty_rank(rank: int, folder: Path, phase: str, action: Any, left: int) -> 
     """What ``prepare()`` and a later step raise; no rank ends before all have reported."""
     params = initial(world_mesh())
     optimizer = muon_of(params)
-    fault: Fault = stall_at(ODD, 0, phase, folder, WORLD, TIMEOUT) if action is None else fail_at(ODD, 0, phase, action, folder)
+    fault: Fault = (
+        stall_at(ODD, 0, phase, folder, WORLD, TIMEOUT) if action is None else fail_at(ODD, 0, phase, action, folder)
+    )
     try:
         with fault.armed(rank, 0):
             optimizer.prepare()
@@ -205,7 +213,9 @@ def faulty_rank(rank: int, folder: Path, phase: str, action: Any, left: int) -> 
 @pytest.mark.parametrize("action", [Fail, Kill, Interrupt, None])
 def test_a_rank_that_fails_in_the_warm_up_exchange(action: type[Kill] | None, backend: str, tmp_path: Path) -> None:
     left = WORLD - (action is Kill)
-    ended = run_ranks(WORLD, faulty_rank, tmp_path, "warm-up exchange", action and action(tmp_path), left, backend=backend)
+    ended = run_ranks(
+        WORLD, faulty_rank, tmp_path, "warm-up exchange", action and action(tmp_path), left, backend=backend
+    )
     if action is Kill:
         assert ended.pop(ODD).trouble == "killed"
     reports = results_of(ended)
@@ -227,7 +237,9 @@ def test_a_rank_that_is_interrupted_while_it_plans(tmp_path: Path) -> None:
     reports = results_of(run_ranks(WORLD, faulty_rank, tmp_path, "planning", Interrupt(tmp_path), WORLD))
     assert reports.pop(ODD)[0].startswith("KeyboardInterrupt")
     for text, _ in reports:
-        assert text.startswith("TransportError: prepare() failed in its planning: ranks lost each other in the agreement"), text
+        assert text.startswith(
+            "TransportError: prepare() failed in its planning: ranks lost each other in the agreement"
+        ), text
         assert "Timed out" not in text
 
 
@@ -248,6 +260,9 @@ def spoiling_rank(rank: int, folder: Path) -> str:
 @pytest.mark.parametrize("backend", ["gloo", nccl_like.NAME])
 def test_numbers_that_change_on_their_way(backend: str, tmp_path: Path) -> None:
     text = one_text(results_of(run_ranks(3, spoiling_rank, tmp_path, backend=backend)))
-    assert "prepare() failed in its warm-up exchange: ranks lost each other in the warm-up exchange of a step: rank" in text
+    assert (
+        "prepare() failed in its warm-up exchange: ranks lost each other in the warm-up exchange of a step: rank"
+        in text
+    )
     assert "5.0" in text
     assert "has arrived from ranks [" in text

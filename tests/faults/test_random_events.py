@@ -1,6 +1,7 @@
 """Random sequences of what can happen between steps, on a few ranks, beside one device that lives through the same.
 
-After every event the parameters have the bits of one device, or all ranks have raised the same error and nothing has changed.
+After every event the parameters have the bits of one device, or all ranks have raised the same error and nothing has
+changed.
 """
 
 from __future__ import annotations
@@ -243,7 +244,9 @@ class Pair:
                 keys = ("params", "param_names", "use_muon", "scheme")
                 own = [{key: group[key] for key in keys} for group in run.optimizer.param_groups]
                 where = {"replica_group": dist.group.WORLD} if run.divided and run.mesh is not None else {}
-                run.optimizer = Muon(own, scheme=moody, nonfinite="skip", replicas="share", allow_inactive=True, **where)
+                run.optimizer = Muon(
+                    own, scheme=moody, nonfinite="skip", replicas="share", allow_inactive=True, **where
+                )
             run.optimizer.load_state_dict(saved)
 
         self.both(act)
@@ -261,7 +264,9 @@ class Pair:
         k = self.random.choice(chosen)
         if self.rank == odd:
             self.mine.params[k].grad = torch.full_like(self.mine.params[k], float("inf"))
-        if self.mine.slots[k].cut and odd >= len(self.whole.params[k].grad.chunk(self.world, self.mine.slots[k].placement.dim)):
+        if self.mine.slots[k].cut and odd >= len(
+            self.whole.params[k].grad.chunk(self.world, self.mine.slots[k].placement.dim)
+        ):
             self.step_both()  # that rank holds nothing of it
             return
         self.whole.params[k].grad = torch.full_like(self.whole.params[k], float("nan"))
@@ -358,7 +363,9 @@ def live(kinds: Sequence[str], seed: int, world: int) -> list[str | None]:
     return said
 
 
-EVENTS_OF_A_SEQUENCE = st.lists(st.sampled_from([kind for kind, weight in KINDS.items() for _ in range(weight)]), max_size=EVENTS)
+EVENTS_OF_A_SEQUENCE = st.lists(
+    st.sampled_from([kind for kind, weight in KINDS.items() for _ in range(weight)]), max_size=EVENTS
+)
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

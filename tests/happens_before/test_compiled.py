@@ -1,4 +1,6 @@
-"""Kernels over lists of tensors are compiled when a plan is prepared: what cannot be is noticed before anything is written."""
+"""Kernels over lists of tensors are compiled when a plan is prepared: what cannot be is noticed before anything is
+written.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ PROGRAMS = {
     "guarded": program(options={"nonfinite": "skip", "rule": "normuon", "chunk_size": 1}),
     "guarded, stochastic rounding": program(options={"nonfinite": "skip", "rounding": "stochastic"}, nonfinite_step=1),
     "a scaler": program(scaled=True),
-    "replicas that only accumulate": program(mesh=(2, 2), placements=(Replicate(), Shard(0)), options={"replicas": "share"}),
+    "replicas that only accumulate": program(
+        mesh=(2, 2), placements=(Replicate(), Shard(0)), options={"replicas": "share"}
+    ),
     "DistMuon": program(placements=None, optimizer="DistMuon", options={"nonfinite": "skip"}),
     "through relays": program(mesh=(4,), ranks_per_node=2, options={"max_peers": 1}),
 }
@@ -48,7 +52,9 @@ def test_no_kernel_is_compiled_in_a_step(name: str, monkeypatch: pytest.MonkeyPa
     assert not late
     prepared = run_program(replace(PROGRAMS[name], events=((0, "prepare"),))).weights
     assert bool(late) == (name == "a scaler")  # of which the optimizer hears in its first step
-    assert all(torch.equal(*pair) for of_ranks in zip(weights, prepared, strict=True) for pair in zip(*of_ranks, strict=True))
+    assert all(
+        torch.equal(*pair) for of_ranks in zip(weights, prepared, strict=True) for pair in zip(*of_ranks, strict=True)
+    )
 
 
 @pytest.mark.parametrize("broken", ["fill", "apply", "copy", "fill_if", "mark_nonfinite"])
@@ -66,7 +72,11 @@ def test_a_kernel_that_cannot_be_compiled(broken: str, monkeypatch: pytest.Monke
             raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(TwinListKernels, broken, fails)
-    with pytest.warns(KernelWarning, match="lists of tensors do not run on cuda:0: RuntimeError: Failed to find C compiler"):
+    with pytest.warns(
+        KernelWarning, match="lists of tensors do not run on cuda:0: RuntimeError: Failed to find C compiler"
+    ):
         weights = run_program(case).weights
     assert not late
-    assert all(torch.equal(*pair) for of_ranks in zip(weights, expected, strict=True) for pair in zip(*of_ranks, strict=True))
+    assert all(
+        torch.equal(*pair) for of_ranks in zip(weights, expected, strict=True) for pair in zip(*of_ranks, strict=True)
+    )

@@ -29,12 +29,16 @@ def program(*, sharded: bool, **options: Any) -> Program:
     """Six matrices of three shapes, each a batch of its own."""
     placements = (Shard(0),) if sharded else None
     params = tuple(ProgramParam(f"layers.{k}.weight", shape, placements) for k, shape in enumerate(SHAPES))
-    return Program(mesh=(2,) if sharded else (1,), params=params, options={"chunk_size": 1, "cuda_graphs": True, **options})
+    return Program(
+        mesh=(2,) if sharded else (1,), params=params, options={"chunk_size": 1, "cuda_graphs": True, **options}
+    )
 
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("options", [{}, {"kernels": "torch"}, {"rule": "normuon"}, {"waves_ahead": 0}], ids=str)
-def test_a_graph_serves_all_batches_of_a_kind(options: dict[str, Any], sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_serves_all_batches_of_a_kind(
+    options: dict[str, Any], sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One for each shape that a rank orthogonalises, all in one pool; the bits are those of a step without graphs."""
     batches: dict[str, set[OrthoBatch]] = defaultdict(set)
     original = OrthoBatch.orthogonalise
@@ -127,11 +131,17 @@ def test_our_own_products_do_not_obey_the_flags_of_sums(monkeypatch: pytest.Monk
     [
         ("fp32_precision", "tf32", "fp32_precision=tf32; rank 0 with fp32_precision=none"),
         ("allow_fp16_reduced_precision_reduction", False, "allow_fp16_reduced_precision_reduction=False; rank 0"),
-        ("allow_bf16_reduced_precision_reduction", (False, False), "allow_bf16_reduced_precision_reduction=False, allow"),
+        (
+            "allow_bf16_reduced_precision_reduction",
+            (False, False),
+            "allow_bf16_reduced_precision_reduction=False, allow",
+        ),
         ("allow_fp16_accumulation", True, "allow_fp16_accumulation=True; rank 0 with allow_fp16_accumulation=False"),
     ],
 )
-def test_ranks_whose_gpus_round_otherwise_are_refused(name: str, value: Any, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_whose_gpus_round_otherwise_are_refused(
+    name: str, value: Any, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = fake_cuda.MatmulFlags.__init__
 
     def init(self: fake_cuda.MatmulFlags) -> None:
@@ -146,7 +156,9 @@ def test_ranks_whose_gpus_round_otherwise_are_refused(name: str, value: Any, sho
 
 def test_ranks_with_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_cuda, "device_name", lambda device: f"GPU of rank {1 if is_rank_1() else 0}")
-    with pytest.raises(PlanMismatchError, match="rank 1 steps it with GPU=GPU of rank 1; rank 0 with GPU=GPU of rank 0"):
+    with pytest.raises(
+        PlanMismatchError, match="rank 1 steps it with GPU=GPU of rank 1; rank 0 with GPU=GPU of rank 0"
+    ):
         run_program(program(sharded=True))
 
 

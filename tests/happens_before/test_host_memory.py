@@ -36,23 +36,31 @@ S0, R = Shard(0), Replicate()
 
 
 def exact(program: Program) -> Program:
-    """The program with factors that are powers of two: host and device then round alike, whether they fuse operations or not."""
+    """The program with factors that are powers of two: host and device then round alike, whether they fuse
+    operations or not.
+    """
     options = {**program.options, "momentum": 0.5, "weight_decay": 0.125, "adjust_lr_fn": lambda rows, cols: 0.5}
     return replace(program, options=options, lr=2.0**-7, clips=False)
 
 
 def check_host_memory(program: Program, seed: int = 0) -> Outcome:
-    """Demands that nothing races, that all ranks start the same exchanges, and Muon's bits for weights on the device."""
+    """Demands that nothing races, that all ranks start the same exchanges, and Muon's bits for weights on the
+    device.
+    """
     outcome = run_program(program, seed=seed)
     errors = [*map(str, outcome.of("race", "lifetime", "misuse")), *outcome.orders]
     assert not errors, "\n".join([f"{len(errors)} findings in {program}", *errors[:20]])
     on_device = replace(program, params=tuple(replace(param, in_host=False) for param in program.params))
-    for rank, (got, expected) in enumerate(zip(outcome.weights, run_program(on_device, seed=seed).weights, strict=True)):
+    for rank, (got, expected) in enumerate(
+        zip(outcome.weights, run_program(on_device, seed=seed).weights, strict=True)
+    ):
         for param, weight, other in zip(program.params, got, expected, strict=False):
-            if not param.use_muon:  # torch's kernel rounds by the place of an element, for which only the path of a CPU corrects
+            # torch's kernel rounds by the place of an element, for which only the path of a CPU corrects
+            if not param.use_muon:
                 torch.testing.assert_close(weight, other, equal_nan=True)
                 continue
-            nan = weight.isnan() & other.isnan()  # left by gradients that are not finite; the bits of NaN have no meaning
+            # left by gradients that are not finite; the bits of NaN have no meaning
+            nan = weight.isnan() & other.isnan()
             equal = torch.equal(bits(weight.masked_fill(nan, 0.0)), bits(other.masked_fill(nan, 0.0)))
             assert equal, f"{param} on rank {rank} of {program}"
     return outcome
@@ -88,9 +96,15 @@ def test_the_random_programs_are_of_every_kind() -> None:
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[ProgramParam, ...]]] = {
     "FSDP2": ((3,), (ProgramParam("layers.0.weight", (8, 6), (S0,)), ProgramParam("layers.1.weight", (2, 9), (S0,)))),
-    "HSDP": ((2, 2), (ProgramParam("layers.0.weight", (8, 6), (R, S0)), ProgramParam("layers.1.weight", (5, 5), (R, S0)))),
+    "HSDP": (
+        (2, 2),
+        (ProgramParam("layers.0.weight", (8, 6), (R, S0)), ProgramParam("layers.1.weight", (5, 5), (R, S0))),
+    ),
     "whole experts": ((2,), (ProgramParam("layers.0.experts.weight", (6, 5, 3), (S0,)),)),
-    "AdamW": ((2,), (ProgramParam("layers.0.weight", (8, 6), (S0,)), ProgramParam("bias", (7,), (S0,), use_muon=False))),
+    "AdamW": (
+        (2,),
+        (ProgramParam("layers.0.weight", (8, 6), (S0,)), ProgramParam("bias", (7,), (S0,), use_muon=False)),
+    ),
     "bfloat16": ((2,), (ProgramParam("layers.0.weight", (8, 6), (S0,), torch.bfloat16),)),
     "fused": ((2,), (ProgramParam("layers.0.weight", (12, 4), (S0,), split=(4, 4, 4)),)),
 }
@@ -108,7 +122,9 @@ def test_layouts(layout: str, options: str) -> None:
     program = exact(Program(mesh, params, options={"ns_steps": 2, **OPTIONS[options]}))
     if options == "default":
         check_host_memory(replace(program, params=tuple(replace(param, in_host=True) for param in params)))
-    mixed = tuple(replace(param, name=f"layers.{9 - k}.{param.name}", in_host=k % 2 == 0) for k, param in enumerate(params * 2))
+    mixed = tuple(
+        replace(param, name=f"layers.{9 - k}.{param.name}", in_host=k % 2 == 0) for k, param in enumerate(params * 2)
+    )
     check_host_memory(replace(program, params=mixed))
 
 
@@ -121,7 +137,9 @@ def test_counters_of_stochastic_rounding_in_both_memories() -> None:
 @pytest.mark.parametrize("nonfinite", [{"scaled": True}, {"nonfinite_step": 1}])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_a_skipped_step(nonfinite: dict[str, Any], mixed: bool) -> None:
-    """A GradScaler's verdict is on the device, and so is that of a mixture; the host learns of it before it writes a weight."""
+    """A GradScaler's verdict is on the device, and so is that of a mixture; the host learns of it before it writes
+    a weight.
+    """
     params = tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (S0,), in_host=k > 0 or not mixed) for k in range(2))
     bias = ProgramParam("bias", (6,), (S0,), in_host=True, use_muon=False)
     options = {"ns_steps": 2, "nonfinite": "skip", "rule": "normuon"}
@@ -155,9 +173,11 @@ def test_matrices_travel_on_the_device_and_state_stays_beside_the_weights(monkey
 
 
 def test_the_device_has_work_while_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host waits once for each wave. Before it does, the owner of the next wave, if there is one, has been given its work.
+    """The host waits once for each wave. Before it does, the owner of the next wave, if there is one, has been given
+    its work.
 
-    Likewise where matrices are whole on their rank: the device works on a batch while the host waits for the one before it.
+    Likewise where matrices are whole on their rank: the device works on a batch while the host waits for the one before
+    it.
     """
     busy: dict[str, list[bool]] = {}
     settle = CudaTransfers.settle
@@ -186,7 +206,9 @@ def test_a_batch_that_fails_keeps_weights_and_momentum(monkeypatch: pytest.Monke
 
     def failing_first(optimizer: Muon, *args: Any, **options: Any) -> Any:
         if optimizer.state:
-            tensors = [local_part(tensor) for param, state in optimizer.state.items() for tensor in (param, state[MOMENTUM])]
+            tensors = [
+                local_part(tensor) for param, state in optimizer.state.items() for tensor in (param, state[MOMENTUM])
+            ]
             before = [tensor.clone() for tensor in tensors]
             fails[0] = True
             with pytest.raises(OrthogonalizeError):
@@ -230,7 +252,9 @@ def test_a_mesh_of_devices_that_are_not_there_is_refused() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_the_reference_path_refuses_weights_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="", total_memory=2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="", total_memory=2**30)
+    )
     weight = parameter_in_host_memory((4, 3))
     before = weight._local_tensor.clone()
     optimizer = Muon([{"params": [weight], "names": ["layers.0.weight"], "use_muon": True}], reference_path=True)

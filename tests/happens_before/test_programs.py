@@ -1,4 +1,5 @@
-"""Random programs have no race, no use of freed memory, no wait of the host in a step that repeats another, and one order.
+"""Random programs have no race, no use of freed memory, no wait of the host in a step that repeats another, and one
+order.
 
 ``MESHMUON_PROGRAMS=2000 pytest tests/happens_before`` checks more of them, from ``MESHMUON_FIRST_PROGRAM`` on.
 """
@@ -43,11 +44,17 @@ def test_the_random_programs_are_of_every_kind() -> None:
         *(sum(program.options["warmup_step"] == ahead for program in programs) for ahead in range(6)),
         *(sum(program.options["none_grad"] is none_grad for program in programs) for none_grad in (True, False)),
         *(sum(program.options["cuda_graphs"] is graphs for program in programs) for graphs in (True, False)),
-        *(sum(program.options["rule"] == rule for program in programs) for rule in ("plain", "normuon", "muon_plus", "muoneq")),
+        *(
+            sum(program.options["rule"] == rule for program in programs)
+            for rule in ("plain", "normuon", "muon_plus", "muoneq")
+        ),
         *(sum(event in dict(program.events).values() for program in programs) for event in EVENTS),
         sum(program.optimizer == "DistMuon" for program in programs),
         *(sum(program.options.get("metrics") == every for program in programs) for every in (1, 2)),
-        *(sum(program.options.get("comm_dtype") == wire for program in programs) for wire in (torch.float32, *INT8_WIRES)),
+        *(
+            sum(program.options.get("comm_dtype") == wire for program in programs)
+            for wire in (torch.float32, *INT8_WIRES)
+        ),
         sum(program.options["nonfinite"] == "skip" and program.nonfinite_step is not None for program in programs),
         *(sum(getattr(program, flag) for program in programs) for flag in ("scaled", "clips", "qk_clip", "device_lr")),
         *(sum(getattr(program, flag) for program in programs) for flag in ("own_stream", "fsdp_grads", "host_logits")),
@@ -61,12 +68,18 @@ def test_the_random_programs_are_of_every_kind() -> None:
         assert count >= 15
 
 
-@pytest.mark.parametrize("more", [{}, {"momentum_dtype": torch.int8, "nonfinite": "skip"}, {"rule": "hyperball"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"momentum_dtype": torch.int8, "nonfinite": "skip"}, {"rule": "hyperball"}], ids=str
+)
 def test_pieces_in_int8_that_are_two_views_beside_others(more: dict[str, Any]) -> None:
     """Of nine rows that take turns, rank 0 has 1, 2 and 4 of a part; of the other weight it has all."""
     turns: Any = Interleaved((1, 2), 3)
-    params = (ProgramParam(f"layers.{k}.weight", (9, 6), (cut,), split=turns) for k, cut in enumerate((Shard(0), Replicate())))
-    outcome = check(Program((2,), tuple(params), options={"comm_dtype": torch.int8, "ns_steps": 1, "replicas": "share", **more}))
+    params = (
+        ProgramParam(f"layers.{k}.weight", (9, 6), (cut,), split=turns) for k, cut in enumerate((Shard(0), Replicate()))
+    )
+    outcome = check(
+        Program((2,), tuple(params), options={"comm_dtype": torch.int8, "ns_steps": 1, "replicas": "share", **more})
+    )
     assert outcome.operations
 
 
@@ -110,7 +123,9 @@ def test_the_side_stream_is_recorded_only_for_gradients_that_the_step_frees(
     """The user frees the others after the step, when the main stream has waited for the side stream."""
     recorded: list[Tensor] = []
     record = TwinTensor.record_stream
-    monkeypatch.setattr(TwinTensor, "record_stream", lambda tensor, stream: [recorded.append(tensor), record(tensor, stream)])
+    monkeypatch.setattr(
+        TwinTensor, "record_stream", lambda tensor, stream: [recorded.append(tensor), record(tensor, stream)]
+    )
     params = tuple(ProgramParam(f"layers.{k}.weight", (6, 4), (Shard(0),)) for k in range(3))
     check(Program((2,), params, options={"ns_steps": 1, "chunk_size": 1, "none_grad": none_grad, "kernels": "torch"}))
     assert bool(recorded) is none_grad
@@ -133,7 +148,9 @@ class Overflow:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("in_host", [False, True])
 def test_guarded_updates_that_are_not_finite(in_host: bool, kernels: str) -> None:
-    """Waves in flight, experts whole on their ranks and plain weights stay as they were; the host waits for its own only."""
+    """Waves in flight, experts whole on their ranks and plain weights stay as they were; the host waits for its own
+    only.
+    """
     places = [(f"layers.{k}.weight", (6, 4), (Shard(0),)) for k in range(4)] + [
         ("layers.4.experts.weight", (4, 3, 5), (Shard(0),))
     ]
@@ -151,7 +168,9 @@ def test_guarded_updates_that_are_not_finite(in_host: bool, kernels: str) -> Non
 
 
 def test_programs_of_one_process_share_no_tensors() -> None:
-    """Where blocks of int8 momentum lie is cached: the second program would read what the first one's stream has written."""
+    """Where blocks of int8 momentum lie is cached: the second program would read what the first one's stream has
+    written.
+    """
     params = (ProgramParam("layers.0.weight", (6, 4), (Shard(0),)),)
     program = Program((2,), params, options={"ns_steps": 1, "momentum_dtype": torch.int8})
     check(replace(program, own_stream=True))
@@ -159,7 +178,9 @@ def test_programs_of_one_process_share_no_tensors() -> None:
 
 
 def test_without_streams_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recorder tells whether work overlaps at all: waves work beside the main stream only if there is another one."""
+    """The recorder tells whether work overlaps at all: waves work beside the main stream only if there is another
+    one.
+    """
     program = FUSED
     assert "CudaStreams" in run_program(program).beside_main
     monkeypatch.setattr(executor, "streams_for", lambda device: Streams())
@@ -168,7 +189,9 @@ def test_without_streams_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_host_that_reads_a_skip_mask_waits() -> None:
     """What the policy "raise" does, and no other."""
-    program = Program(mesh=(1,), params=(ProgramParam("layers.0.weight", (4, 4)),), options={"nonfinite": "raise", "ns_steps": 1})
+    program = Program(
+        mesh=(1,), params=(ProgramParam("layers.0.weight", (4, 4)),), options={"nonfinite": "raise", "ns_steps": 1}
+    )
     waits = run_program(program).steady_waits
     assert [wait.sites[0].split(":")[0] for wait in waits] == ["meshmuon/optim/nonfinite.py"]
     assert torch.isfinite(run_program(program).weights[0][0]).all()

@@ -18,7 +18,9 @@ REMOVALS = all_removals()
 
 @cache
 def usual(name: str) -> tuple[Outcome, frozenset[tuple[str, str]]]:
-    """What a scenario does with all synchronisations, and the functions of the package that it calls: their files and names."""
+    """What a scenario does with all synchronisations, and the functions of the package that it calls: their files
+    and names.
+    """
     called: set[tuple[str, str]] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -54,10 +56,11 @@ def test_a_missing_synchronisation_is_reported(removal: Removal) -> None:
 
 
 HOST_MEMORY = [name for name in SCENARIOS if name.startswith("weights in host memory")]
-# What the steps of these programs run that weights in host memory alone do not need: the host waits for each of their waves.
+# What the steps of these programs run that weights in host memory alone do not need: the host waits for each of their
+# waves.
 ON_THEIR_WAY = ("CudaStreams", "CudaTransfers", "Executor.run", "Wave.run", "RuleStateExchange", "Stage", "Pending")
-# Device memory of a stage is freed after the host has waited for its copy. Offloaded state, which needs the line, does not wait.
-# The host asks only for metrics whether they have arrived.
+# Device memory of a stage is freed after the host has waited for its copy. Offloaded state, which needs the line, does
+# not wait. The host asks only for metrics whether they have arrived.
 NOT_NEEDED = {
     ("device.py CudaTransfers.store", "device.record_stream(self._side)"),
     ("device.py CudaTransfers.stored", "self._side.record_event()"),

@@ -39,7 +39,9 @@ def fabric_example(strategy: str, folder: Path) -> None:
 
 
 def ray_example(folder: Path) -> None:
-    """Ray itself is not installed: only what it starts in each worker. A run in two parts equals one without a break."""
+    """Ray itself is not installed: only what it starts in each worker. A run in two parts equals one without a
+    break.
+    """
     import ray_train
 
     def run(steps: int, start: str | None, name: str) -> list[float]:
@@ -53,7 +55,10 @@ def ray_example(folder: Path) -> None:
     whole = run(12, None, "whole")
     assert whole[-1] < whole[0]
     assert [*run(7, None, "begun"), *run(12, str(folder / "ray-begun"), "ended")] == whole
-    assert any(key.startswith("optimizer.") for key in FileSystemReader(folder / "ray-begun").read_metadata().state_dict_metadata)
+    assert any(
+        key.startswith("optimizer.")
+        for key in FileSystemReader(folder / "ray-begun").read_metadata().state_dict_metadata
+    )
 
 
 def example_cases() -> dict[str, Callable[[Path], None]]:

@@ -98,7 +98,9 @@ def make(kind: str, folder: Path, layout: str, **options: Any) -> Trainer:
     wanted = (muon, {"training_args": args, **options})
     if kind == "trainer":
         prepares = [NeedsPlan()]
-        return Trainer(model, args, train_dataset=reference.samples(), optimizer_cls_and_kwargs=wanted, callbacks=prepares)
+        return Trainer(
+            model, args, train_dataset=reference.samples(), optimizer_cls_and_kwargs=wanted, callbacks=prepares
+        )
     words = {"<pad>": 0, "</s>": 1} | {f"word{k}": k for k in range(2, reference.VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="</s>"
@@ -147,7 +149,9 @@ def check_trainer(folder: Path, kind: str, layout: str, *, shared: bool = False)
 
 
 def loss_of_accelerate(model: nn.Module, batch: Batch, tokens: Tensor) -> Tensor:
-    """The mean of the microbatch; Accelerate divides it by the number of microbatches, DDP and FSDP2 by that of the ranks."""
+    """The mean of the microbatch; Accelerate divides it by the number of microbatches, DDP and FSDP2 by that of the
+    ranks.
+    """
     world = tokens.item() // (MICROBATCHES * batch["labels"][..., 1:].numel())
     loss: Tensor = model(**batch).loss / (MICROBATCHES * world)
     return loss
@@ -195,7 +199,9 @@ class AcceleratedRun:
         optimizer.prepare()  # too early: Accelerate may exchange its parameters
         loader = torch.utils.data.DataLoader(reference.samples(), batch_size=BATCH)
         schedule = reference.schedule_of(optimizer)
-        self.model, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(model, optimizer, loader, schedule)
+        self.model, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(
+            model, optimizer, loader, schedule
+        )
         self.optimizer.optimizer.prepare()
         self.max_norm = case.max_norm
 
@@ -237,10 +243,14 @@ def check_accelerate(folder: Path, case: Accelerated) -> None:
 
 
 def check_that_fsdp1_is_refused(folder: Path) -> None:
-    """Under FSDP1 Trainer asks for the optimizer of the wrapped model. Accelerate itself cannot wrap on CPU, torch can."""
+    """Under FSDP1 Trainer asks for the optimizer of the wrapped model. Accelerate itself cannot wrap on CPU, torch
+    can.
+    """
     trainer = make("trainer", folder, "ddp")
     with pytest.raises(UnsupportedError, match=r"has flattened the weights.*FSDP2"):
-        trainer.create_optimizer(FullyShardedDataParallel(trainer.model, device_id=torch.device("cpu"), use_orig_params=True))
+        trainer.create_optimizer(
+            FullyShardedDataParallel(trainer.model, device_id=torch.device("cpu"), use_orig_params=True)
+        )
 
 
 SHARDED = {"cpu_ram_efficient_loading": True, "state_dict_type": "SHARDED_STATE_DICT"}

@@ -1,4 +1,5 @@
-"""A small Llama and its data, and what a plain loop makes of them: the reference for Trainer, SFTTrainer and Accelerate.
+"""A small Llama and its data, and what a plain loop makes of them: the reference for Trainer, SFTTrainer and
+Accelerate.
 
 The loop runs on the ranks of the trainer, wrapped by DDP or sharded by FSDP2 as there, and adds up in the same order.
 """
@@ -28,7 +29,8 @@ CLIPPING = 0.5  # gradients have norms of about 1: every step clips
 NO_CLIPPING = 1e9
 
 Batch = dict[str, Tensor]
-Loss = Callable[[nn.Module, Batch, Tensor], Tensor]  # of a microbatch of a step in which all ranks predict so many tokens
+# of a microbatch of a step in which all ranks predict so many tokens
+Loss = Callable[[nn.Module, Batch, Tensor], Tensor]
 
 
 def small_llama(**changes: Any) -> LlamaForCausalLM:

@@ -140,7 +140,8 @@ def fit(module: Module, checkpoint: Path | None = None, **options: Any) -> Modul
     if checkpoint is not None:
         nn.init.zeros_(module.net.up.weight)  # what the checkpoint must overwrite
     tokens = sequences(BATCHES * (2 if layout in ("ddp", "fsdp2") else 1))
-    sampler = DistributedSampler(tokens, shuffle=False) if layout in ("ddp", "fsdp2") else None  # Lightning's own shuffles
+    # Lightning's own shuffles
+    sampler = DistributedSampler(tokens, shuffle=False) if layout in ("ddp", "fsdp2") else None
     defaults = {"plugins": [LightningEnvironment()], "strategy": strategy_for(layout), "logger": False}
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -155,7 +156,9 @@ def fit(module: Module, checkpoint: Path | None = None, **options: Any) -> Modul
         use_distributed_sampler=False,
         **{**defaults, **options},
     )
-    trainer.fit(module, DataLoader(tokens, BATCH, sampler=sampler), ckpt_path=None if checkpoint is None else str(checkpoint))
+    trainer.fit(
+        module, DataLoader(tokens, BATCH, sampler=sampler), ckpt_path=None if checkpoint is None else str(checkpoint)
+    )
     return module
 
 
@@ -167,13 +170,17 @@ class NeedsPlan(lightning.Callback):
 
 
 def lightning_case(layout: str, folder: Path) -> None:
-    """All that a trainer does: accumulation, clipping, a schedule, logging, checkpoints; and a second trainer that resumes."""
+    """All that a trainer does: accumulation, clipping, a schedule, logging, checkpoints; and a second trainer that
+    resumes.
+    """
     folder, handler = folder / f"lightning-{layout}", BufferingHandler(capacity=10_000)
     logging.getLogger("lightning.pytorch").addHandler(handler)
     try:
         saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
         logger = CSVLogger(folder, name="log", version="")
-        module = fit(Module(layout), logger=logger, callbacks=[saves, MuonMonitor(), NeedsPlan(), LearningRateMonitor()])
+        module = fit(
+            Module(layout), logger=logger, callbacks=[saves, MuonMonitor(), NeedsPlan(), LearningRateMonitor()]
+        )
     finally:
         logging.getLogger("lightning.pytorch").removeHandler(handler)
     expected, _, losses = plain(layout)
@@ -207,7 +214,9 @@ def one_file_case(layout: str, folder: Path) -> None:
     saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     module = fit(Module(layout), strategy=strategy_for(layout, save_distributed_checkpoint=False), callbacks=[saves])
     assert (folder / "epoch=0.ckpt").is_file()
-    resumed = fit(Module(layout), folder / "epoch=0.ckpt", strategy=strategy_for(layout, save_distributed_checkpoint=False))
+    resumed = fit(
+        Module(layout), folder / "epoch=0.ckpt", strategy=strategy_for(layout, save_distributed_checkpoint=False)
+    )
     same_weights(resumed, module)
 
 

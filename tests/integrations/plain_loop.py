@@ -60,7 +60,9 @@ def schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 
 def rank_batches(rank: int, world: int, repeats: int, batches: int) -> Iterator[Tensor]:
-    """The batches of a rank in the order of torch's DistributedSampler without shuffling: sequences rank, rank + world, …"""
+    """The batches of a rank in the order of torch's DistributedSampler without shuffling: sequences rank, rank +
+    world, …
+    """
     own = sequences(batches * world)[rank::world]
     for _ in range(repeats):
         yield from own.split(BATCH)
@@ -108,7 +110,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     parts = {}
     for name, param in model.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
-        parts[name.replace("_forward_module.", "").removeprefix("module.").removeprefix("net.")] = local.detach().clone()
+        parts[name.replace("_forward_module.", "").removeprefix("module.").removeprefix("net.")] = (
+            local.detach().clone()
+        )
     return parts
 
 

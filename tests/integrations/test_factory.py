@@ -19,7 +19,10 @@ def model() -> nn.Module:
 
 def test_it_is_muon_of_the_default_groups() -> None:
     ours, theirs = model(), model()
-    optimizers = muon_for(ours, lr=1e-3, momentum=0.5), Muon(get_default_muon_param_groups(theirs), lr=1e-3, momentum=0.5)
+    optimizers = (
+        muon_for(ours, lr=1e-3, momentum=0.5),
+        Muon(get_default_muon_param_groups(theirs), lr=1e-3, momentum=0.5),
+    )
     for built, optimizer in zip((ours, theirs), optimizers, strict=True):
         for param in built.parameters():
             param.grad = torch.ones_like(param)
@@ -42,7 +45,9 @@ def _route(optimizer: Muon, name: str) -> bool:
 def test_names_of_trainers_are_understood() -> None:
     group = muon_for(model(), betas=[0.5, 0.75], eps=1e-3).param_groups[-1]
     assert (list(group["adamw_betas"]), group["adamw_eps"]) == ([0.5, 0.75], 1e-3)
-    with pytest.raises(ConfigError, match="adamw_eps=1e-06 and eps=1e-08 are two names of one option: give adamw_eps only"):
+    with pytest.raises(
+        ConfigError, match="adamw_eps=1e-06 and eps=1e-08 are two names of one option: give adamw_eps only"
+    ):
         muon_for(model(), eps=1e-8, adamw_eps=1e-6)
 
 
@@ -50,7 +55,10 @@ def test_further_keys_of_groups() -> None:
     """Equal keys share a group; each group of the default stays apart; parameters without keys come first."""
     keys = {"up.weight": {"lr": 1e-4}, "embed.weight": {"lr": 1e-4, "mark": 1}, "norm.weight": {"mark": 1, "lr": 1e-4}}
     optimizer = muon_for(model(), lr=1e-3, conv="flatten", keys=lambda name: keys.get(name, {}))
-    groups = [(group["use_muon"], group["lr"], group.get("mark"), list(group["param_names"])) for group in optimizer.param_groups]
+    groups = [
+        (group["use_muon"], group["lr"], group.get("mark"), list(group["param_names"]))
+        for group in optimizer.param_groups
+    ]
     assert groups == [
         (True, 1e-3, None, ["conv.weight"]),
         (True, 1e-4, None, ["up.weight"]),

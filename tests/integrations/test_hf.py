@@ -72,10 +72,20 @@ def test_options_come_from_the_arguments_unless_given(tmp_path: Path) -> None:
         str(tmp_path), use_cpu=True, learning_rate=2e-3, weight_decay=0.25, adam_beta1=0.8, adam_epsilon=1e-6
     )
     _, taken, _ = muon()(small_llama(), args).param_groups
-    assert (taken["lr"], taken["weight_decay"], taken["adamw_betas"], taken["adamw_eps"]) == (2e-3, 0.25, (0.8, 0.999), 1e-6)
+    assert (taken["lr"], taken["weight_decay"], taken["adamw_betas"], taken["adamw_eps"]) == (
+        2e-3,
+        0.25,
+        (0.8, 0.999),
+        1e-6,
+    )
     # As axolotl calls it: its own names beside the arguments.
     matrices, tables, _ = muon()(small_llama(), args, lr=1e-3, betas=(0.5, 0.75), eps=1e-3, momentum=0.5).param_groups
-    assert (tables["lr"], tables["weight_decay"], tables["adamw_betas"], tables["adamw_eps"]) == (1e-3, 0.25, (0.5, 0.75), 1e-3)
+    assert (tables["lr"], tables["weight_decay"], tables["adamw_betas"], tables["adamw_eps"]) == (
+        1e-3,
+        0.25,
+        (0.5, 0.75),
+        1e-3,
+    )
     assert (matrices["use_muon"], matrices["momentum"]) == (True, 0.5)
 
 

@@ -32,7 +32,9 @@ def of_yaml(module: str) -> int:
 
 def counted() -> dict[str, int]:
     return {
-        "HF `Trainer`, TRL `SFTTrainer`": max(of_python(block("trainers_hf.md", name)) for name in ("TrainingArguments", "trl")),
+        "HF `Trainer`, TRL `SFTTrainer`": max(
+            of_python(block("trainers_hf.md", name)) for name in ("TrainingArguments", "trl")
+        ),
         "Accelerate": of_python(block("trainers_hf.md", "from accelerate import Accelerator")),
         "Lightning": of_python(block("trainers.md", "MuonMonitor, muon")),
         "Fabric": of_python(block("trainers.md", "integrations.lightning import muon")),

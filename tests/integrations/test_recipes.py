@@ -44,7 +44,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, adapter: str, module: str, **names
         setattr(sys.modules[module], name, value)
     monkeypatch.delitem(sys.modules, f"meshmuon.integrations.{adapter}", raising=False)
     importlib.import_module(f"meshmuon.integrations.{adapter}")
-    monkeypatch.setitem(sys.modules, f"meshmuon.integrations.{adapter}", sys.modules[f"meshmuon.integrations.{adapter}"])
+    monkeypatch.setitem(
+        sys.modules, f"meshmuon.integrations.{adapter}", sys.modules[f"meshmuon.integrations.{adapter}"]
+    )
 
 
 def net() -> nn.Module:
@@ -82,7 +84,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def axolotl_trainer(**arguments: Any) -> SimpleNamespace:
-    args = need("transformers").TrainingArguments("unused", use_cpu=True, report_to="none", learning_rate=2e-3, weight_decay=0.25)
+    args = need("transformers").TrainingArguments(
+        "unused", use_cpu=True, report_to="none", learning_rate=2e-3, weight_decay=0.25
+    )
     vars(args).update(arguments)
     callbacks: list[Any] = []
     return SimpleNamespace(
@@ -91,11 +95,14 @@ def axolotl_trainer(**arguments: Any) -> SimpleNamespace:
 
 
 def test_axolotl(plugin: Any) -> None:
-    """The plugin sets the factory; ``OptimizerMixin.create_optimizer`` makes an instance and calls it with its arguments."""
+    """The plugin sets the factory; ``OptimizerMixin.create_optimizer`` makes an instance and calls it with its
+    arguments.
+    """
     trainer = axolotl_trainer()
     plugin.post_trainer_create({"optim_args": {"momentum": 0.5}}, trainer)
     factory, options = trainer.optimizer_cls_and_kwargs
-    assert not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer))  # what axolotl asks of a factory
+    # what axolotl asks of a factory
+    assert not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer))
     optimizer = factory()(trainer.model, trainer.args, **options)
     assert isinstance(optimizer, Muon)
     assert {group["lr"] for group in optimizer.param_groups} == {2e-3}
@@ -138,7 +145,9 @@ def test_verl_needs_the_module_behind_the_parameters() -> None:
     model = net()
     assert str(make(model, lr=1e-3)) == str(make(model.parameters(), lr=1e-3))
     for parameters in (list(model.parameters()), model.parameters(recurse=False)):
-        message = r"does not say which module it is from, or may be only a part of its parameters; .*call requires_grad_"
+        message = (
+            r"does not say which module it is from, or may be only a part of its parameters; .*call requires_grad_"
+        )
         with pytest.raises(ConfigError, match=message):
             make(parameters, lr=1e-3)
     with pytest.raises(ConfigError, match="model=1 is not an option of Muon"):
@@ -180,10 +189,19 @@ BIASES = {"1.bias", "3.bias", "4.bias"}
 
 
 def test_nemo_automodels_overrides_reach_the_groups(automodel: Callable[..., Any]) -> None:
-    overrides = [{"pattern": r"\.bias$", "lr_mult": 1.0, "wd_mult": 0.0}, {"pattern": "3", "lr_mult": 0.5, "wd_mult": 1.0}]
+    overrides = [
+        {"pattern": r"\.bias$", "lr_mult": 1.0, "wd_mult": 0.0},
+        {"pattern": "3", "lr_mult": 0.5, "wd_mult": 1.0},
+    ]
     (optimizer,) = automodel(param_group_overrides=overrides).build(net())
     found = {name: group.get("lr_mult") for group in optimizer.param_groups for name in group["param_names"]}
-    assert found == {"1.weight": None, "3.weight": 0.5, "0.weight": None, "4.weight": None, **dict.fromkeys(BIASES, 1.0)}
+    assert found == {
+        "1.weight": None,
+        "3.weight": 0.5,
+        "0.weight": None,
+        "4.weight": None,
+        **dict.fromkeys(BIASES, 1.0),
+    }
     assert {group["wd_mult"] for group in optimizer.param_groups if set(group["param_names"]) <= BIASES} == {0.0}
 
 

@@ -1,4 +1,6 @@
-"""torchtitan's whole trainer with Muon, on CPU: single process, DDP, FSDP2 and tensor parallel in real gloo processes."""
+"""torchtitan's whole trainer with Muon, on CPU: single process, DDP, FSDP2 and tensor parallel in real gloo
+processes.
+"""
 
 from __future__ import annotations
 

@@ -35,19 +35,37 @@ def anything(value: Any) -> Any:
 
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "lazy model": (lambda: get_default_muon_param_groups(lazy()), f"0.weight {LAZY}"),
-    "lazy model, own choice": (lambda: get_default_muon_param_groups(lazy(), lambda name, param: True), f"0.weight {LAZY}"),
+    "lazy model, own choice": (
+        lambda: get_default_muon_param_groups(lazy(), lambda name, param: True),
+        f"0.weight {LAZY}",
+    ),
     "lazy groups": (lambda: Muon([{"params": weight(), "names": ["w"], "use_muon": True}]), f"w {LAZY}"),
     "lazy in AdamW": (lambda: Muon([{"params": weight(), "names": ["w"], "use_muon": False}]), f"w {LAZY}"),
     "lazy in DistMuon": (lambda: DistMuon(weight()), f"group0.param0 {LAZY}"),
     "lazy clip": (lambda: clip_grad_norm_(weight(), 1.0), f"parameter 0 {LAZY}"),
-    "clip None": (lambda: clip_grad_norm_(anything(None), 1.0), "parameters=None must be tensors. Pass model.parameters()"),
+    "clip None": (
+        lambda: clip_grad_norm_(anything(None), 1.0),
+        "parameters=None must be tensors. Pass model.parameters()",
+    ),
     "clip number": (lambda: clip_grad_norm_(anything(3), 1.0), "parameters=3 must be tensors. Pass model.parameters()"),
     "clip class": (lambda: clip_grad_norm_(anything(Muon), 1.0), "must be tensors. Pass model.parameters()"),
-    "clip by None": (lambda: clip_grad_norm_(net().parameters(), anything(None)), "max_norm is None; it must be a number"),
-    "norm of None": (lambda: total_grad_norm(anything(None)), "parameters=None must be tensors. Pass model.parameters()"),
-    "no module": (lambda: muon_for(anything(net().parameters())), "model is a generator; it must be the torch.nn.Module"),
+    "clip by None": (
+        lambda: clip_grad_norm_(net().parameters(), anything(None)),
+        "max_norm is None; it must be a number",
+    ),
+    "norm of None": (
+        lambda: total_grad_norm(anything(None)),
+        "parameters=None must be tensors. Pass model.parameters()",
+    ),
+    "no module": (
+        lambda: muon_for(anything(net().parameters())),
+        "model is a generator; it must be the torch.nn.Module",
+    ),
     "keys": (lambda: muon_for(net(), keys=anything("bias")), "keys='bias' must be a function of a parameter's name"),
-    "keys that raise": (lambda: muon_for(net(), keys=lambda name: {name: 1 / 0}), "keys failed for 0.weight with ZeroDivision"),
+    "keys that raise": (
+        lambda: muon_for(net(), keys=lambda name: {name: 1 / 0}),
+        "keys failed for 0.weight with ZeroDivision",
+    ),
 }
 
 

@@ -1,7 +1,7 @@
 """torchtitan's own trainer on one and on two gloo processes, beside a plain loop on the same model and data.
 
-torchtitan knows accelerators only. Here it is told that the CPU is one; everything else is its own: config, parallelisation,
-data, loss, clipping, accumulation, schedule, checkpoints and metrics.
+torchtitan knows accelerators only. Here it is told that the CPU is one; everything else is its own: config,
+parallelisation, data, loss, clipping, accumulation, schedule, checkpoints and metrics.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ with (
 ):
     need("torchtitan.trainer")
 
-if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 wants a newer torch, only to shorten timeouts after the first step
+# torchtitan 0.3 wants a newer torch, only to shorten timeouts after the first step
+if not hasattr(dist, "set_timeout"):
     dist.set_timeout = lambda timeout, group: None  # type: ignore[attr-defined]
 
 from torchtitan.components.checkpoint import CheckpointManager
@@ -149,7 +150,9 @@ def config_for(folder: Path, degrees: dict[str, int]) -> Trainer.Config:
 
 def build(config: Trainer.Config) -> Trainer:
     trainer = Trainer(config)
-    for module in (module for part in trainer.model_parts for module in part.modules() if isinstance(module, FSDPModule)):
+    for module in (
+        module for part in trainer.model_parts for module in part.modules() if isinstance(module, FSDPModule)
+    ):
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sums of scaled values
     return trainer
 
@@ -230,12 +233,15 @@ def container_case(name: str, degrees: dict[str, int], folder: Path) -> None:
         ["0.weight", "3.weight"],
         ["1.bias", "2.bias", "3.bias"],
     ]
-    assert {(group["lr"], group["weight_decay"], group["momentum"]) for group in optimizer.param_groups} == {(LR, 0.0, 0.9)}
+    assert {(group["lr"], group["weight_decay"], group["momentum"]) for group in optimizer.param_groups} == {
+        (LR, 0.0, 0.9)
+    }
 
     model(torch.zeros(1, dtype=torch.int64)).sum().backward()
     before = {name: param.grad for name, param in model.named_parameters()}
     optimizer.step()
-    assert all(param.grad is before[name] for name, param in model.named_parameters())  # CUDA graphs write into them again
+    # CUDA graphs write into them again
+    assert all(param.grad is before[name] for name, param in model.named_parameters())
 
     patterns = [
         ParamGroupConfig(pattern=r"^2\.weight", optimizer_name="Muon", optimizer_kwargs={"use_muon": True, "lr": 1e-4}),

@@ -42,7 +42,8 @@ def test_enough_layouts_of_every_kind(known: list[Known]) -> None:
     assert sum(any(len(axes) > 1 for axes in one) for one in dims) > 100  # several axes share a dim
     assert sum(len(one) > 1 for one in dims) > 30  # several dims sharded
     assert sum(any(one.split_factor > 1 for one in many) for many in strided) > 150
-    assert sum(isinstance(one.case.placements[0], Shard) and bool(strided[k]) for k, one in enumerate(known)) > 50  # plain first
+    # plain first
+    assert sum(isinstance(one.case.placements[0], Shard) and bool(strided[k]) for k, one in enumerate(known)) > 50
     assert sum(len(one) > 1 for one in sizes) > 150  # uneven
     assert sum(0 in one and len(one) > 1 for one in sizes) > 100  # some ranks hold nothing
     assert sum(one == {0} for one in sizes) > 20  # a tensor without elements

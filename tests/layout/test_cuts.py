@@ -71,14 +71,18 @@ def test_a_part_of_what_a_rank_holds(drawn: tuple[StridedRange, Ranges]) -> None
         k for k, index in enumerate(of_part) if index in held
     ]
     found = local_indices(ranges, part)
-    places = [one.start + block * one.period + k for one in found for block in range(one.count) for k in range(one.size)]
+    places = [
+        one.start + block * one.period + k for one in found for block in range(one.count) for k in range(one.size)
+    ]
     assert places == [k for k, index in enumerate(held) if index in of_part]
     assert len(found) <= 3 * len(ranges)
     assert len(found) <= 1 or part.count > 1
 
 
 def test_a_few_ranges_for_thousands_of_blocks() -> None:
-    """Gate and up of gpt-oss, and heads of 128 rows: the number of local ranges does not grow with the number of blocks."""
+    """Gate and up of gpt-oss, and heads of 128 rows: the number of local ranges does not grow with the number of
+    blocks.
+    """
     assert local_indices(((0, 5760),), StridedRange(1, 1, 2880, 2)) == (StridedRange(1, 1, 2880, 2),)
     assert local_indices(((1000, 5000),), StridedRange(128, 128, 112, 384)) == (
         StridedRange(0, 24),

@@ -16,7 +16,8 @@ from meshmuon.layout import Piece, Replicated, ShardedMatrix, shard_matrices
 from meshmuon.layout.layout import coordinates
 from tests.support.layouts import Case, random_case, random_placement, random_shape, select, split
 
-# (how many leading dims count matrices, how many dims the parameter has): vectors as columns, matrices, convolutions, experts.
+# (how many leading dims count matrices, how many dims the parameter has): vectors as columns, matrices, convolutions,
+# experts.
 KINDS = [(0, 1), (0, 2), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 3), (1, 4)]
 
 
@@ -134,9 +135,13 @@ def test_matrices_held_alike_share_a_spread(parameter: tuple[Case, int]) -> None
 
 
 def test_the_random_parameters_are_of_every_kind() -> None:
-    """What the properties above are shown: experts over several axes, strided columns, ranks without a piece, no elements."""
+    """What the properties above are shown: experts over several axes, strided columns, ranks without a piece, no
+    elements.
+    """
     cases = [build(seed) for seed in range(400)]
-    flat = [(case, stack_dims, sharded) for case, stack_dims in cases for sharded in shard_matrices(case.layout, stack_dims)]
+    flat = [
+        (case, stack_dims, sharded) for case, stack_dims in cases for sharded in shard_matrices(case.layout, stack_dims)
+    ]
     assert sum(stack_dims == 1 and bool(case.layout.axes(0)) for case, stack_dims in cases) > 60
     assert sum(any(len(piece.rows) > 1 for piece in sharded.pieces) for *_, sharded in flat) > 40
     assert sum(any(len(piece.cols) > 1 for piece in sharded.pieces) for *_, sharded in flat) > 40

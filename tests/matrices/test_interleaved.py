@@ -15,7 +15,9 @@ from meshmuon.matrices import MatrixOptions, StridedRange, check_matrix_options,
 
 @pytest.mark.parametrize("sizes", [(), (0, 1), (1, -1), (1, 1.0), (1, True), 3, None, "ab"])
 def test_sizes_are_positive_whole_numbers(sizes: Any) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"Interleaved(sizes={sizes!r}, repeats=4) must have positive whole numbers")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"Interleaved(sizes={sizes!r}, repeats=4) must have positive whole numbers")
+    ):
         Interleaved(sizes, 4)
 
 
@@ -47,7 +49,9 @@ def test_a_strided_range_between_two_indices(part: StridedRange, start: int, sto
     assert part.stop == indices(part)[-1] + 1
     assert part.before(start) == sum(index < start for index in indices(part))
     inside = part.between(start, max(start, stop))
-    assert [index for piece in inside for index in indices(piece)] == [i for i in indices(part) if start <= i < max(start, stop)]
+    assert [index for piece in inside for index in indices(piece)] == [
+        i for i in indices(part) if start <= i < max(start, stop)
+    ]
     assert len(inside) <= 3
     assert all(piece.count == 1 or piece.size == part.size for piece in inside)
     assert indices(part.moved(3)) == [index + 3 for index in indices(part)]
@@ -72,14 +76,21 @@ def test_what_continues_regularly_is_joined() -> None:
     ("shape", "split", "options", "expected"),
     [
         ((14, 5), Interleaved((1, 1), 7), {}, [(7, 5, "(0, 1) every 2, 7 times"), (7, 5, "(1, 2) every 2, 7 times")]),
-        ((12, 5), Interleaved((2, 1, 1), 3), {}, [(6, 5, "(0, 2) every 4, 3 times"), (3, 5, "(2, 3) every 4, 3 times"), None]),
+        (
+            (12, 5),
+            Interleaved((2, 1, 1), 3),
+            {},
+            [(6, 5, "(0, 2) every 4, 3 times"), (3, 5, "(2, 3) every 4, 3 times"), None],
+        ),
         ((12, 5), Interleaved((2, 4), 2), {}, [(4, 5, "(0, 2) every 6, 2 times"), (8, 5, "(2, 6) every 6, 2 times")]),
         ((12, 5), Interleaved((5, 7), 1), {}, [(5, 5, "(0, 5)"), (7, 5, "(5, 12)")]),
         ((12, 5), Interleaved((3,), 4), {}, [(12, 5, "(0, 12)")]),
         ((12, 2, 3), Interleaved((1, 3), 3), {"conv": "flatten"}, [(3, 6, "(0, 1) every 4, 3 times"), None]),
     ],
 )
-def test_which_rows_each_part_has(shape: tuple[int, ...], split: Interleaved, options: dict[str, Any], expected: Any) -> None:
+def test_which_rows_each_part_has(
+    shape: tuple[int, ...], split: Interleaved, options: dict[str, Any], expected: Any
+) -> None:
     for way in (split, (split.sizes, split.repeats), lambda name, shape: split):
         found = find_matrices("w", shape, MatrixOptions(split=way, **options))
         shown = [(one.rows, one.cols, repr((one.window or ("",))[0])) for one in found]

@@ -44,10 +44,17 @@ def test_vectors_are_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "shape", "keys"),
-    [("w", (2, 3, 4), []), ("w", (2, 3, 4), ["experts"]), ("experts", (2, 3, 4, 5), ["experts"]), ("w", (1, 1, 1, 1, 1), [])],
+    [
+        ("w", (2, 3, 4), []),
+        ("w", (2, 3, 4), ["experts"]),
+        ("experts", (2, 3, 4, 5), ["experts"]),
+        ("w", (1, 1, 1, 1, 1), []),
+    ],
 )
 def test_more_dims_are_refused_with_both_ways_out(name: str, shape: tuple[int, ...], keys: list[str]) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}: shape .* more than two dims.*expert_keys=\[\.\.\.\].*conv=\"flatten\""):
+    with pytest.raises(
+        ConfigError, match=rf"{name}: shape .* more than two dims.*expert_keys=\[\.\.\.\].*conv=\"flatten\""
+    ):
         find_matrices(name, shape, MatrixOptions(expert_keys=tuple(keys)))
 
 

@@ -37,7 +37,12 @@ def batches(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 
 def run(
-    *, dtype: torch.dtype = torch.float32, same_input: bool = False, cut: bool = False, logits: Any = None, **options: Any
+    *,
+    dtype: torch.dtype = torch.float32,
+    same_input: bool = False,
+    cut: bool = False,
+    logits: Any = None,
+    **options: Any,
 ) -> list[str]:
     """Trains and returns the kinds of alarms that were raised."""
     net, health = Net(dtype), Health()

@@ -72,7 +72,8 @@ def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False, refer
 @given(cases())
 def test_random_layouts_measure_what_one_device_does(drawn: tuple[Case, Layouts, bool]) -> None:
     case, layouts, replica_group = drawn
-    # A plan that was prepared covers what one device plans when it has a gradient: iterations would start at other steps.
+    # A plan that was prepared covers what one device plans when it has a gradient: iterations would start at other
+    # steps.
     spoilt = tuple((step, k) for step, k in case.spoilt if step < 3)
     run_case(replace(case, steps=3, spoilt=spoilt, prepares=False), layouts, replica_group=replica_group)
 
@@ -198,7 +199,9 @@ def two_ranks_with_private_weights(scheme: Any = "keller") -> tuple[Muon, torch.
 
 
 def test_a_plan_that_is_new_on_one_rank_only_starts_over_on_all() -> None:
-    """Rank 0 gets a gradient of a weight that only it knows, and plans again. Both ranks must multiply by the same vectors."""
+    """Rank 0 gets a gradient of a weight that only it knows, and plans again. Both ranks must multiply by the same
+    vectors.
+    """
 
     def main(rank: int) -> tuple[list[int], float, float]:
         optimizer, shared, private = two_ranks_with_private_weights()

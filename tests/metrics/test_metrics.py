@@ -91,11 +91,16 @@ def test_numbers_are_those_of_torch() -> None:
 
 
 def adversarial_weights(rows: int, cols: int, seed: int) -> list[nn.Parameter]:
-    """Weights with spectra that are hard for a power iteration: crowded at the top, one value just above the others, flat."""
+    """Weights with spectra that are hard for a power iteration: crowded at the top, one value just above the
+    others, flat.
+    """
     generator, n = torch.Generator().manual_seed(seed), min(rows, cols)
     left, right = (torch.linalg.qr(torch.randn(size, n, generator=generator))[0] for size in (rows, cols))
     k = torch.arange(n)
-    crowded = [torch.cat([torch.ones(1), (1 - gap) * (0.5 + 0.5 * torch.cos(math.pi * k[1:] / n)).sqrt()]) for gap in (0.1, 0.02)]
+    crowded = [
+        torch.cat([torch.ones(1), (1 - gap) * (0.5 + 0.5 * torch.cos(math.pi * k[1:] / n)).sqrt()])
+        for gap in (0.1, 0.02)
+    ]
     outliers = [torch.where(k == 0, 1.0, 1 - gap) for gap in (0.3, 0.1, 0.03, 0.01)]
     spectra = [*crowded, *outliers, 1 - k / n, 1 / (1.0 + k), 0.9**k, (k == 0).float(), torch.ones(n), torch.zeros(n)]
     found = [(left * spectrum) @ right.t() for spectrum in spectra]
@@ -114,7 +119,9 @@ def test_the_singular_value_of_a_weight_is_approached_from_below(rows: int, cols
         train(optimizer, params, 1, first=step)
         sigmas = [values["weight_sigma"] for values in optimizer.metrics()["matrices"].values()]
         shares.append([found / sigma if sigma else 1.0 for found, sigma in zip(sigmas, true, strict=True)])
-        assert all(before * (1 - 1e-5) <= now <= 1 + 1e-5 for before, now in zip(*shares[-2:], strict=True)), "it only grows"
+        assert all(before * (1 - 1e-5) <= now <= 1 + 1e-5 for before, now in zip(*shares[-2:], strict=True)), (
+            "it only grows"
+        )
     assert min(shares[1]) >= 0.88
     assert shares[1][-1] >= 0.95, "of the random weight"
     assert min(shares[-1]) >= 0.96
@@ -137,7 +144,9 @@ def test_the_singular_value_of_a_weight_follows_it() -> None:
 
 
 def test_a_weight_that_begins_at_zero_has_no_impossible_rank() -> None:
-    """Its vector was looked for in vain, and is found by and by; here it has the least of what is largest in the weight."""
+    """Its vector was looked for in vain, and is found by and by; here it has the least of what is largest in the
+    weight.
+    """
     weight, start = nn.Parameter(torch.zeros(24, 24)), probes(24)[0]
     params = [weight, nn.Parameter(torch.ones(7))]
     optimizer = built(params, lr=0.0)
@@ -340,7 +349,9 @@ def test_refuses_what_is_no_number_of_steps(metrics: Any) -> None:
         built(parameters(), metrics)
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"iterations": 0}, {"iterations": True}, {"weight_spectra": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"every": 0}, {"iterations": 0}, {"iterations": True}, {"weight_spectra": 1}], ids=str
+)
 def test_refuses_wrong_settings(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         Metrics(**options)

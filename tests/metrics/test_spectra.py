@@ -70,7 +70,9 @@ def test_the_largest_singular_value_is_approached_from_below(
 
 
 @WAYS
-@pytest.mark.parametrize(("decay", "iterations", "at_least"), [(0.0, 6, 0.9), (2.0, 6, 0.95), (4.0, 6, 0.99), (0.0, 12, 0.95)])
+@pytest.mark.parametrize(
+    ("decay", "iterations", "at_least"), [(0.0, 6, 0.9), (2.0, 6, 0.95), (4.0, 6, 0.99), (0.0, 12, 0.95)]
+)
 def test_how_near_a_few_iterations_come(
     decay: float, iterations: int, at_least: float, way: Callable[[Tensor], Multiply]
 ) -> None:
@@ -85,7 +87,9 @@ def test_matrices_without_further_directions(iterations: int, way: Callable[[Ten
     """Of rank one, of equal singular values, of zeros: what is left is rounding, and counts as zero."""
     one = torch.ones(1, 7, 5)
     eye = torch.eye(6, 9).unsqueeze(0) * 3
-    assert torch.allclose(largest(one, iterations, way), torch.tensor([35.0**0.5]).double(), rtol=1e-5 if iterations > 1 else 1.0)
+    assert torch.allclose(
+        largest(one, iterations, way), torch.tensor([35.0**0.5]).double(), rtol=1e-5 if iterations > 1 else 1.0
+    )
     assert torch.allclose(largest(eye, iterations, way), torch.tensor([3.0]).double(), rtol=1e-5)
     assert not largest(torch.zeros(2, 4, 4), iterations, way).any()
 

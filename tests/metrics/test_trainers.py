@@ -1,4 +1,6 @@
-"""Measurements reach the logs of trainers: the callback of Transformers and the container of torchtitan, without a training."""
+"""Measurements reach the logs of trainers: the callback of Transformers and the container of torchtitan, without a
+training.
+"""
 
 from __future__ import annotations
 

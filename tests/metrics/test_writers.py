@@ -64,7 +64,9 @@ def test_tensorboard_of_the_training() -> None:
     with TensorBoardWriter(board) as writer:
         for metrics in found:
             writer.write(metrics)
-    assert board.scalars == [(name, value, metrics["step"]) for metrics in found[1::2] for name, value in flat(metrics).items()]
+    assert board.scalars == [
+        (name, value, metrics["step"]) for metrics in found[1::2] for name, value in flat(metrics).items()
+    ]
 
 
 def test_tensorboard_in_a_folder(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What must hold of the default param groups of any model. The oracles look at modules and sources, not at our tables."""
+"""What must hold of the default param groups of any model. The oracles look at modules and sources, not at our
+tables.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _RAW_MATRICES = re.compile(
     r"|XCLIPModel\.prompts_visual_projection|InklingRelativeLogits\.proj|Glm5NextTextIndexer\.index_kpool_compress_gate"
     r"|WanAnimateMotionEncoder\.motion_synthesis_weight|\w*Conv1D\.weight|\w*Linear\w*\.weight"
 )
-# Cut in forward, but one projection: rotary and other dims of a query, coordinates of points, time steps that are left out.
+# Cut in forward, but one projection: rotary and other dims of a query, coordinates of points, time steps that are left
+# out.
 _ONE_ROLE = re.compile(
     r"q_b_proj|q_proj|wq_b|wq|linear_(q|kv)_points|query|v_proj|\w*sampling_offsets|dt_proj|index_\w+|wk|k_proj|weights_proj"
 )
@@ -114,7 +117,9 @@ def _fused(
 ) -> Iterator[str]:
     if not isinstance(holder, nn.Linear) and type(holder).__name__ != "Conv1D":
         return
-    cut = any(label in cut_layers(cls) for cls in type(owner).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module)
+    cut = any(
+        label in cut_layers(cls) for cls in type(owner).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module
+    )
     if row.route != "muon" or not row.name.endswith(".weight") or not cut or _ONE_ROLE.fullmatch(label):
         return
     if label == "kv_a_proj_with_mqa" and owner.qk_rope_head_dim == 0:  # nothing is cut off

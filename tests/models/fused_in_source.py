@@ -1,4 +1,6 @@
-"""An oracle that knows no table: which linear layers a module cuts into parts, read from the source of its own forward."""
+"""An oracle that knows no table: which linear layers a module cuts into parts, read from the source of its own
+forward.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _CUTS = {"chunk", "split", "unbind", "tensor_split"}
 
 @functools.cache
 def cut_layers(owner: type[nn.Module]) -> frozenset[str]:
-    """The attributes of a class whose outputs its methods cut along the last dim: ``q, k = self.qk(x).chunk(2, dim=-1)``."""
+    """The attributes of a class whose outputs its methods cut along the last dim: ``q, k = self.qk(x).chunk(2,
+    dim=-1)``.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
     except (OSError, TypeError, SyntaxError):
@@ -54,8 +58,12 @@ class _Reader:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CUTS:
             function = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
             value = node.args[0] if function and node.args else node.func.value
-            given = [*node.args[2 if function else 1 :], *(keyword.value for keyword in node.keywords if keyword.arg == "dim")]
-            rows = not given or any(isinstance(dim, ast.Constant) and dim.value == 0 for dim in given)  # dim 0, also by default
+            given = [
+                *node.args[2 if function else 1 :],
+                *(keyword.value for keyword in node.keywords if keyword.arg == "dim"),
+            ]
+            # dim 0, also by default
+            rows = not given or any(isinstance(dim, ast.Constant) and dim.value == 0 for dim in given)
             return None if rows and node.func.attr != "unbind" else self._source(value)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
             first, last = node.slice.elts[0], node.slice.elts[-1]

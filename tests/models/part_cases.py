@@ -1,11 +1,19 @@
-"""Weights of tiny models, and what must be true of their parts; ``test_parts.py`` checks it with the library's own forward."""
+"""Weights of tiny models, and what must be true of their parts; ``test_parts.py`` checks it with the library's own
+forward.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40, "max_position_embeddings": 32}
+TINY = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 32,
+}
 LLAMA = {**TINY, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "pad_token_id": 0}
 BERT = {**TINY, "intermediate_size": 24, "pad_token_id": 0}
 GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_inner": 24, "vocab_size": 40, "n_positions": 32}
@@ -24,7 +32,12 @@ MAMBA = {**SSM, "state_size": 6, "time_step_rank": 5}
 MAMBA2 = {**SSM, "num_heads": 8, "head_dim": 4, "n_groups": 2, "state_size": 5, "chunk_size": 4}
 QWEN = {**LLAMA, "num_experts": 0, "mlp_only_layers": [0], "decoder_sparse_step": 1}
 QWEN_FULL = {**QWEN, "layer_types": ["full_attention"], "rms_norm_eps": 1e-30}
-DELTA_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+DELTA_HEADS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
 QWEN_DELTA = {**QWEN, **DELTA_HEADS, "layer_types": ["linear_attention"]}
 GRANITE = {**MOE, "shared_intermediate_size": 20}
 DBRX = {
@@ -103,18 +116,34 @@ CASES = {
         "12×16 6×16",
         scalable=(0,),
     ),
-    "mamba": Case("mamba", MAMBA, "in_proj.weight → mixer.out_proj.weight", "32×16 32×16", **BOTH, zeroed=("conv1d.bias",)),
-    "mamba x_proj": Case("mamba", MAMBA, "x_proj.weight → mixer.out_proj.weight", "5×32 6×32 6×32", (1, 2), zeroed=("mixer.D",)),
-    "mamba2": Case("mamba2", MAMBA2, "in_proj.weight → mixer.out_proj.weight", MAMBA2_PARTS, (0, 1, 2, 3), zeroed=SKIPS),
-    "lfm2": Case("lfm2", {**LLAMA, "layer_types": ["conv"]}, "in_proj.weight → conv.out_proj.weight", SQUARE, (0, 1, 2)),
+    "mamba": Case(
+        "mamba", MAMBA, "in_proj.weight → mixer.out_proj.weight", "32×16 32×16", **BOTH, zeroed=("conv1d.bias",)
+    ),
+    "mamba x_proj": Case(
+        "mamba", MAMBA, "x_proj.weight → mixer.out_proj.weight", "5×32 6×32 6×32", (1, 2), zeroed=("mixer.D",)
+    ),
+    "mamba2": Case(
+        "mamba2", MAMBA2, "in_proj.weight → mixer.out_proj.weight", MAMBA2_PARTS, (0, 1, 2, 3), zeroed=SKIPS
+    ),
+    "lfm2": Case(
+        "lfm2", {**LLAMA, "layer_types": ["conv"]}, "in_proj.weight → conv.out_proj.weight", SQUARE, (0, 1, 2)
+    ),
     "qwen3_next qkvz": Case(
-        "qwen3_next", QWEN_DELTA, "in_proj_qkvz.weight → linear_attn.out_proj.weight", "12×16 12×16 30×16 30×16", (0, 1, 2, 3)
+        "qwen3_next",
+        QWEN_DELTA,
+        "in_proj_qkvz.weight → linear_attn.out_proj.weight",
+        "12×16 12×16 30×16 30×16",
+        (0, 1, 2, 3),
     ),
     "qwen3_next q and gate": Case(
         "qwen3_next", QWEN_FULL, "self_attn.q_proj.weight → self_attn.o_proj.weight", "16×16 16×16", scalable=(0,)
     ),
     "granite input_linear": Case(
-        "granitemoeshared", GRANITE, "shared_mlp.input_linear.weight → shared_mlp.output_linear.weight", "20×16 20×16", **BOTH
+        "granitemoeshared",
+        GRANITE,
+        "shared_mlp.input_linear.weight → shared_mlp.output_linear.weight",
+        "20×16 20×16",
+        **BOTH,
     ),
     # Experts.
     "mixtral gate-up": Case("mixtral", MOE, STACKED, GATED, **BOTH),
@@ -125,10 +154,18 @@ CASES = {
     "llama4 down": Case("llama4_text", LLAMA4, DOWN, "16×24", (0,), flipped=True),
     "aria gate-up": Case("aria_text", ARIA, STACKED, GATED, **BOTH, flipped=True),
     "granitemoe gate-up": Case(
-        "granitemoe", MOE, "experts.gate_up_proj|input_linear.weight → experts.down_proj|output_linear.weight", GATED, **BOTH
+        "granitemoe",
+        MOE,
+        "experts.gate_up_proj|input_linear.weight → experts.down_proj|output_linear.weight",
+        GATED,
+        **BOTH,
     ),
     "jetmoe gate-up": Case(
-        "jetmoe", {**LLAMA, **EXPERTS, "kv_channels": 8}, "mlp.input_linear.weight → mlp.output_linear.weight", GATED, **BOTH
+        "jetmoe",
+        {**LLAMA, **EXPERTS, "kv_channels": 8},
+        "mlp.input_linear.weight → mlp.output_linear.weight",
+        GATED,
+        **BOTH,
     ),
     "dbrx w1": Case("dbrx", DBRX, "experts.mlp.w1 → experts.mlp.w2", "24×16 24×16 24×16"),
     "dbrx w2": Case("dbrx", DBRX, "experts.mlp.w2 → experts.mlp.w1", "16×24 16×24 16×24", flipped=True),

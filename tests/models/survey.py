@@ -1,7 +1,8 @@
 """Routes every architecture of transformers, and models of timm, torchvision and diffusers: ``make test-models``.
 
-Each model is built on the meta device, with a few layers, and checked by ``checks.py``. The result is a line of counts and a list
-of problems per library; the exit code is 1 if there are any. ``--list`` names the models that could not be built, and why.
+Each model is built on the meta device, with a few layers, and checked by ``checks.py``. The result is a line of counts
+and a list of problems per library; the exit code is 1 if there are any. ``--list`` names the models that could not be
+built, and why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import nn
 from tests.models.checks import check_model
 from tests.support import architectures
 
-LIBRARIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Iterable[Any]]]] = {  # what builds a model, and all names
+# what builds a model, and all names
+LIBRARIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Iterable[Any]]]] = {
     "transformers": (architectures.build_transformers, architectures.transformers_classes),  # model type and class
     "timm": (architectures.build_timm, architectures.timm_names),
     "torchvision": (architectures.build_torchvision, architectures.torchvision_names),

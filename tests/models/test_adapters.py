@@ -25,7 +25,10 @@ def adapted(config: Any, model_type: str = "phi3", **options: Any) -> nn.Module:
 def rows(model: nn.Module) -> dict[str, tuple[str, int, str]]:
     """The ends of names, and where they go."""
     table = Muon(get_default_muon_param_groups(model)).routing_table()
-    return {row.name.split("layers.0.")[-1].replace(".default", ""): (row.route, row.matrices, row.why) for row in table.rows}
+    return {
+        row.name.split("layers.0.")[-1].replace(".default", ""): (row.route, row.matrices, row.why)
+        for row in table.rows
+    }
 
 
 def test_lora() -> None:
@@ -44,7 +47,9 @@ def test_lora() -> None:
 @pytest.mark.parametrize("rank", [2, 4])
 def test_small_ranks_are_matrices(rank: int) -> None:
     """The rule about few rows is for gates and boxes, not for a basis of r rows."""
-    assert {route for route, _, _ in rows(adapted(peft.LoraConfig(r=rank, target_modules=["o_proj"]))).values()} == {"muon"}
+    assert {route for route, _, _ in rows(adapted(peft.LoraConfig(r=rank, target_modules=["o_proj"]))).values()} == {
+        "muon"
+    }
 
 
 def test_rank_1_is_a_vector() -> None:

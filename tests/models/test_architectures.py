@@ -11,7 +11,8 @@ from tests.support.architectures import build_diffusers, build_transformers, tra
 
 from .checks import Findings, check_model
 
-# Language models: dense, with separate and with interleaved projections; mixtures whose experts are no stacks; recurrent ones.
+# Language models: dense, with separate and with interleaved projections; mixtures whose experts are no stacks;
+# recurrent ones.
 PLAIN = (
     "llama qwen3 gemma3_text bloom falcon mpt opt codegen persimmon xlnet ctrl dbrx switch_transformers "
     "falcon_h1 recurrent_gemma lfm2 rwkv xlstm "
@@ -38,7 +39,13 @@ FUSED = {
 }
 # Classes that transformers cannot build from their default configs.
 NOT_BUILT = ("ConvNextV2Backbone", "FocalNetBackbone", "DetrForSegmentation", "MusicgenForCausalLM", "MusicgenModel")
-DIFFUSERS = ["UNet2DConditionModel", "DiTTransformer2DModel", "FluxTransformer2DModel", "AutoencoderKL", "SD3Transformer2DModel"]
+DIFFUSERS = [
+    "UNet2DConditionModel",
+    "DiTTransformer2DModel",
+    "FluxTransformer2DModel",
+    "AutoencoderKL",
+    "SD3Transformer2DModel",
+]
 CLASSES = list(transformers_classes())
 
 

@@ -67,7 +67,9 @@ def test_no_matrix(name: str, shape: tuple[int, ...], reason: str) -> None:
     assert (found.route, found.reason) == ("adamw", reason)
 
 
-@pytest.mark.parametrize("name", ["w", "prompts_visual_projection", "kernel", "weight", "proj_weight", "alphabet_matrix"])
+@pytest.mark.parametrize(
+    "name", ["w", "prompts_visual_projection", "kernel", "weight", "proj_weight", "alphabet_matrix"]
+)
 def test_other_parameters_are_matrices(name: str) -> None:
     assert contents(module("Mixer", **{name: (16, 8)}), name).route == "muon"
 
@@ -120,17 +122,23 @@ def test_models_in_a_dict_have_heads_of_their_own() -> None:
             assert contents(both, f"{key}.{name}") == contents(alone, name), (key, name)
     assert contents(both, "a.3.weight").reason == "output head: the last linear layer"
     layers = nn.ModuleDict({"first": linear(16, 8), "last": linear(10, 16)})
-    assert contents(layers, "last.weight").reason == "output head: the last linear layer", "of one model, layer by layer"
+    assert contents(layers, "last.weight").reason == "output head: the last linear layer", (
+        "of one model, layer by layer"
+    )
 
 
 def test_a_task_model_has_a_head_at_its_end() -> None:
-    model = module("ModelForPrediction", config=SimpleNamespace(model_type="x"), first=linear(16, 8), proj=linear(8, 16))
+    model = module(
+        "ModelForPrediction", config=SimpleNamespace(model_type="x"), first=linear(16, 8), proj=linear(8, 16)
+    )
     assert contents(model, "proj.weight").reason == "output head: the last linear layer"
 
 
 def test_rows_that_equal_the_vocabulary() -> None:
     config = SimpleNamespace(vocab_size=50, num_labels=7)
-    model = module("Model", config=config, out=linear(50, 16), tags=linear(8, 16), back=linear(16, 50), body=linear(16, 16))
+    model = module(
+        "Model", config=config, out=linear(50, 16), tags=linear(8, 16), back=linear(16, 50), body=linear(16, 16)
+    )
     # 50 outputs are what ``back`` takes, so ``out`` may be a hidden layer.
     assert contents(model, "out.weight").route == "muon"
     assert contents(model, "back.weight").reason == "output head: columns equal vocab_size"
@@ -170,7 +178,9 @@ def test_experts_below_each_other() -> None:
     assert contents(mlp, "w2").matrices == ParamMatrices(experts=3, dims="in_out")
     optimizer = Muon(get_default_muon_param_groups(mlp))
     assert [row.matrices for row in optimizer.routing_table().rows] == [3, 3]
-    with pytest.raises(ConfigError, match=r'w2: NorMuon keeps one number per output, .*matrices=\{"w2": \{"experts": 3\}\}'):
+    with pytest.raises(
+        ConfigError, match=r'w2: NorMuon keeps one number per output, .*matrices=\{"w2": \{"experts": 3\}\}'
+    ):
         Muon(get_default_muon_param_groups(mlp), rule="normuon")
 
 
@@ -216,12 +226,24 @@ GROUPED = {"n_head": 4, "head_dim": 8, "config": CONFIG}
         ("Attention", "qkv", (96, 64), {"wo": linear(64, 64), "num_heads": 2, "ratio": 4}, LOOKS_FUSED),
         # MiniMax H3 pools heads after attention: the next layer takes less than q has, but heads and their size tell.
         ("Attention", "qkv", (192, 64), {"proj": linear(32, 32), "num_heads": 4, "head_dim": 16}, (64,) * 3),
-        ("StableAudio3SelfAttention", "to_qkv", (320, 64), {"to_out": linear(64, 64), "use_differential": True}, (64,) * 5),
+        (
+            "StableAudio3SelfAttention",
+            "to_qkv",
+            (320, 64),
+            {"to_out": linear(64, 64), "use_differential": True},
+            (64,) * 5,
+        ),
         # (128, 64) is k and v of cross-attention, or q with half as many keys and values.
         ("Attention", "c_attn", (128, 64), {"q_attn": linear(64, 64), "c_proj": linear(64, 64)}, (64, 64)),
         ("Attention", "c_attn", (128, 64), {"c_proj": linear(64, 64), "nh": 8, "ng": 4}, (64, 32, 32)),
         # timm's: AttentionCl, LeViT and TinyViT, GC ViT with and without queries from elsewhere.
-        ("AttentionCl", "qkv", (72, 16), {**HEADS, "head_first": True, "proj": linear(16, 24)}, Interleaved((8, 8, 8), 3)),
+        (
+            "AttentionCl",
+            "qkv",
+            (72, 16),
+            {**HEADS, "head_first": True, "proj": linear(16, 24)},
+            Interleaved((8, 8, 8), 3),
+        ),
         ("AttentionCl", "qkv", (72, 16), {**HEADS, "head_first": False, "proj": linear(16, 24)}, (24,) * 3),
         ("Attention", "qkv", (66, 16), {"num_heads": 3, "key_dim": 6, "val_dim": 10}, Interleaved((6, 6, 10), 3)),
         ("WindowAttentionGlobal", "qkv", (24, 12), {**HEADS, "use_global": True, "proj": linear(12, 12)}, (12, 12)),
@@ -250,7 +272,9 @@ def test_wrappers_do_not_hide_the_owner() -> None:
 
 def test_gpt2_stores_its_weights_the_other_way_round() -> None:
     conv1d = module("Conv1D", nf=24, weight=(8, 24))
-    model = in_block(attn=module("GPT2Attention", c_attn=conv1d), mlp=module("MLP", c_fc=module("Conv1D", weight=(8, 32))))
+    model = in_block(
+        attn=module("GPT2Attention", c_attn=conv1d), mlp=module("MLP", c_fc=module("Conv1D", weight=(8, 32)))
+    )
     assert contents(model, "layers.0.attn.c_attn.weight").matrices == ParamMatrices(dims="in_out", split=(8, 8, 8))
     optimizer = Muon(get_default_muon_param_groups(model), lr=0.02, adjust_lr_fn="spectral")
     # Outputs over inputs: √(8/8) for each part, √(32/8) for the 32 × 8 matrix that is stored as 8 × 32.
@@ -302,7 +326,10 @@ def test_names_with_stars() -> None:
     muon, adamw, vectors = get_default_muon_param_groups(model)
     assert muon["matrices"] == {"*.experts.up": {"experts": True}, "*.qkv.weight": {"split": (8, 8, 8)}}
     assert muon["reasons"] == {"*.qkv.weight": "fused q, k, v", "*.experts.up": "expert stack (E, out, in, assumed)"}
-    assert (adamw["reasons"], vectors["reasons"]) == ({"*.conv.weight": "convolution filter"}, {"*.conv.bias": "vector"})
+    assert (adamw["reasons"], vectors["reasons"]) == (
+        {"*.conv.weight": "convolution filter"},
+        {"*.conv.bias": "vector"},
+    )
 
 
 def test_layers_that_differ_are_listed_one_by_one() -> None:
@@ -319,7 +346,9 @@ def test_the_state_survives_weights_only(tmp_path: Any) -> None:
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     other = Muon(get_default_muon_param_groups(model))
     other.load_state_dict(loaded)
-    assert other.param_groups[0]["matrices"] == {"gate_up_proj": {"experts": True, "dims": "in_out", "split": ((1, 1), 12)}}
+    assert other.param_groups[0]["matrices"] == {
+        "gate_up_proj": {"experts": True, "dims": "in_out", "split": ((1, 1), 12)}
+    }
     assert [row.matrices for row in other.routing_table().rows] == [6]
 
 

@@ -17,7 +17,9 @@ from .test_contents import contents, in_block, linear, module
 
 
 def routed(model: nn.Module) -> dict[int, str]:
-    """Number of matrices → names of the parameters that hold so many, without vectors; 0 for AdamW. Nothing is warned of."""
+    """Number of matrices → names of the parameters that hold so many, without vectors; 0 for AdamW. Nothing is
+    warned of.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error", RoutingWarning)
         table = Muon(get_default_muon_param_groups(model), allow_inactive=True).routing_table()
@@ -30,7 +32,13 @@ def routed(model: nn.Module) -> dict[int, str]:
 def test_a_mixture_with_its_own_stacks() -> None:
     """(E, in, out), as the biases say in one, and the router in the other."""
     ffn = module(
-        "SparseFFN", w_in=(8, 32, 64), b_in=(8, 64), w_out=(8, 64, 32), b_out=(8, 32), router=linear(8, 32), noise=linear(8, 32)
+        "SparseFFN",
+        w_in=(8, 32, 64),
+        b_in=(8, 64),
+        w_out=(8, 64, 32),
+        b_out=(8, 32),
+        router=linear(8, 32),
+        noise=linear(8, 32),
     )
     stacked = module("SwitchMoE", gate_w=(32, 8), wi_0=(8, 32, 64), wi_1=(8, 32, 64), wo=(8, 64, 32))
     model = module("Model", tok_emb=nn.Embedding(200, 32), pos_emb=(1, 128, 32), head=linear(200, 32))
@@ -58,11 +66,15 @@ def test_a_mixture_with_its_own_stacks() -> None:
     ],
 )
 def test_orientation_by_what_is_beside(shapes: dict[str, Any], reason: str) -> None:
-    assert contents(module("Model", experts=module("Experts", **shapes)), f"experts.{next(iter(shapes))}").reason == reason
+    assert (
+        contents(module("Model", experts=module("Experts", **shapes)), f"experts.{next(iter(shapes))}").reason == reason
+    )
 
 
 def test_attention_and_mlps_with_names_of_their_own() -> None:
-    attention = module("Att", nq=6, nkv=2, hd=16, w_qkv=linear(160, 48), w_o=linear(48, 96), q_norm=(6, 16), k_norm=(6, 16))
+    attention = module(
+        "Att", nq=6, nkv=2, hd=16, w_qkv=linear(160, 48), w_o=linear(48, 96), q_norm=(6, 16), k_norm=(6, 16)
+    )
     gated, halved = module("Mlp", w_gate_up=linear(160, 48), w_down=linear(48, 80)), module("Mlp", wi=linear(160, 48))
     halved.dense_out = linear(48, 80)
     plain = module("Mlp", up=linear(160, 48), down=linear(48, 160))
@@ -78,7 +90,9 @@ def test_attention_and_mlps_with_names_of_their_own() -> None:
 
 
 def test_a_tied_encoder_decoder() -> None:
-    model = module("Translator", shared=nn.Embedding(150, 32), generator=nn.Linear(32, 150), length_predictor=linear(20, 32))
+    model = module(
+        "Translator", shared=nn.Embedding(150, 32), generator=nn.Linear(32, 150), length_predictor=linear(20, 32)
+    )
     model.enc_embed = model.shared
     model.generator.weight = model.shared.weight
     model.enc = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64), 1, enable_nested_tensor=False)
@@ -90,8 +104,12 @@ def test_a_tied_encoder_decoder() -> None:
 
 
 def test_a_unet() -> None:
-    res = nn.ModuleDict({"n": nn.GroupNorm(4, 16), "c": nn.Conv2d(16, 32, 3), "t": linear(64, 128), "skip": nn.Conv2d(16, 32, 1)})
-    cross = module("Cross", to_q=linear(32, 32), to_kv=linear(64, 48), to_out=nn.Sequential(linear(32, 32), nn.Dropout()))
+    res = nn.ModuleDict(
+        {"n": nn.GroupNorm(4, 16), "c": nn.Conv2d(16, 32, 3), "t": linear(64, 128), "skip": nn.Conv2d(16, 32, 1)}
+    )
+    cross = module(
+        "Cross", to_q=linear(32, 32), to_kv=linear(64, 48), to_out=nn.Sequential(linear(32, 32), nn.Dropout())
+    )
     model = module("UNet", label_emb=nn.Embedding(10, 128), null_label=(1, 128), inp=nn.Conv2d(3, 16, 3))
     model.time_mlp = nn.Sequential(linear(128, 32), nn.SiLU(), linear(128, 128))
     model.down, model.up = nn.ModuleList([res, cross]), nn.ConvTranspose2d(32, 32, 4)
@@ -103,9 +121,13 @@ def test_a_unet() -> None:
 
 
 def test_state_spaces() -> None:
-    mamba = module("SSMBlock", in_proj=linear(128, 32), x_proj=linear(21, 64), dt_proj=linear(64, 5), A_log=(64, 8), D=(64,))
+    mamba = module(
+        "SSMBlock", in_proj=linear(128, 32), x_proj=linear(21, 64), dt_proj=linear(64, 5), A_log=(64, 8), D=(64,)
+    )
     mamba.conv1d, mamba.out_proj = nn.Conv1d(64, 64, 4, groups=64), linear(32, 64)
-    s4d = module("S4D", log_dt=(32,), log_A_real=(32, 8), A_imag=(32, 8), B=(32, 8), C=(32, 8, 2), output_linear=linear(64, 32))
+    s4d = module(
+        "S4D", log_dt=(32,), log_A_real=(32, 8), A_imag=(32, 8), B=(32, 8), C=(32, 8, 2), output_linear=linear(64, 32)
+    )
     lru = module("LRU", nu_log=(16,), B_re=(16, 32), B_im=(16, 32), C_re=(32, 16), C_im=(32, 16), D=(32,))
     model = module("Model", encoder=linear(32, 7), layers=nn.ModuleList([mamba, s4d, lru]), decoder=linear(10, 32))
     found = routed(model)

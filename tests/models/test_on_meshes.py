@@ -44,7 +44,8 @@ def trained(place: Any, rule: str) -> dict[str, Tensor]:
             params[name].grad = place(grad)
         optimizer.step()
     return {
-        name: param.full_tensor().detach() if isinstance(param, DTensor) else param.detach() for name, param in params.items()
+        name: param.full_tensor().detach() if isinstance(param, DTensor) else param.detach()
+        for name, param in params.items()
     }
 
 

@@ -1,4 +1,6 @@
-"""Modules that people write themselves: embeddings that are no nn.Embedding, biases of stacks, fused weights, small parts."""
+"""Modules that people write themselves: embeddings that are no nn.Embedding, biases of stacks, fused weights, small
+parts.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,26 @@ def test_a_mixin_named_after_embeddings_makes_no_table() -> None:
 
 @pytest.mark.parametrize("name", ["embed_proj", "time_emb_mlp", "emb_to_hidden"])
 def test_projections_of_embeddings_are_matrices(name: str) -> None:
-    assert contents(in_block(**{name: module("ColumnParallel", weight=(64, 16))}), f"layers.0.{name}.weight").route == "muon"
+    assert (
+        contents(in_block(**{name: module("ColumnParallel", weight=(64, 16))}), f"layers.0.{name}.weight").route
+        == "muon"
+    )
     assert contents(in_block(**{name: linear(64, 16)}), f"layers.0.{name}.weight").route == "muon"
 
 
 def test_linear_layers_named_after_an_embedding() -> None:
-    """A layer of a class of its own is told by in_features or by its class; a word in front of ``emb`` does not make a table."""
+    """A layer of a class of its own is told by in_features or by its class; a word in front of ``emb`` does not
+    make a table.
+    """
     own = module("QuantLinear", weight=(64, 16))
     assert contents(in_block(cond_emb=own), "layers.0.cond_emb.weight").route == "muon"
     assert contents(in_block(cond_emb=linear(64, 16)), "layers.0.cond_emb.weight").route == "muon"
 
 
 def test_lists_of_tables() -> None:
-    model = module("Model", embs=nn.ParameterList([torch.zeros(50, 16)]), registers=nn.ParameterList([torch.zeros(8, 16)]))
+    model = module(
+        "Model", embs=nn.ParameterList([torch.zeros(50, 16)]), registers=nn.ParameterList([torch.zeros(8, 16)])
+    )
     assert {contents(model, name).route for name, _ in model.named_parameters()} == {"adamw"}
 
 
@@ -91,11 +100,14 @@ def test_biases_of_expert_stacks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "after", "split"), [(True, True, (64, 16, 16)), (False, True, None), (True, False, None), (False, False, None)]
+    ("told", "after", "split"),
+    [(True, True, (64, 16, 16)), (False, True, None), (True, False, None), (False, False, None)],
 )
 def test_grouped_queries_are_never_thirds(told: bool, after: bool, split: Any) -> None:
     """8 query heads and 2 key heads of 8, under names that no table has."""
-    layers = nn.ModuleList(module("Attention", qkv=linear(96, 64), **({"hq": 8, "hkv": 2} if told else {})) for _ in range(3))
+    layers = nn.ModuleList(
+        module("Attention", qkv=linear(96, 64), **({"hq": 8, "hkv": 2} if told else {})) for _ in range(3)
+    )
     for layer in layers if after else ():
         layer.wo = linear(64, 64)
     model = nn.ModuleDict({"layers": layers})
@@ -128,4 +140,7 @@ def test_small_parts_share_the_route_of_the_weight() -> None:
 def test_a_weight_of_small_parts_only_goes_to_adamw() -> None:
     mixer = module("Mixer", in_proj_ba=linear(8, 16), num_v_heads=4, num_k_heads=2)
     found = contents(in_block(mixer=mixer), "layers.0.mixer.in_proj_ba.weight")
-    assert (found.route, found.reason) == ("adamw", "fused b, a of each key head: parts of at most 4 rows, too few for Muon")
+    assert (found.route, found.reason) == (
+        "adamw",
+        "fused b, a of each key head: parts of at most 4 rows, too few for Muon",
+    )

@@ -1,8 +1,8 @@
 """The matrices that are found are the real ones: checked by what a library's own forward does with them.
 
-Three properties need no knowledge of how a weight is stored. A part whose outputs are multiplied with what follows (values,
-gates, ups) silences the module if it is zero. Queries times three and keys divided by three leave attention as it is. What a
-norm follows may be scaled at will. None of them holds if the rows are those of another part.
+Three properties need no knowledge of how a weight is stored. A part whose outputs are multiplied with what follows
+(values, gates, ups) silences the module if it is zero. Queries times three and keys divided by three leave attention as
+it is. What a norm follows may be scaled at will. None of them holds if the rows are those of another part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ transformers = library("transformers")
 def build(case: Case) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = transformers.CONFIG_MAPPING[case.model_type](**case.config, attn_implementation="eager", use_cache=False)
+        config = transformers.CONFIG_MAPPING[case.model_type](
+            **case.config, attn_implementation="eager", use_cache=False
+        )
         config._experts_implementation = "eager"  # the grouped products take no float64
         model: nn.Module = transformers.AutoModel.from_config(config)
     return randomised(model, case.zeroed)
@@ -68,7 +70,9 @@ def sets_of(model: nn.Module, name: str) -> tuple[MatrixSet, ...]:
 
 
 def indices(window: StridedRange) -> Tensor:
-    return torch.tensor([window.start + block * window.period + k for block in range(window.count) for k in range(window.size)])
+    return torch.tensor(
+        [window.start + block * window.period + k for block in range(window.count) for k in range(window.size)]
+    )
 
 
 def places(part: MatrixSet) -> tuple[Any, ...]:
@@ -150,7 +154,9 @@ def test_torchs_attention() -> None:
 
 
 def test_lstm_gates() -> None:
-    """Nothing is put into a cell whose third gate, the candidate, is zero; the order is torch's: input, forget, cell, output."""
+    """Nothing is put into a cell whose third gate, the candidate, is zero; the order is torch's: input, forget,
+    cell, output.
+    """
     module = randomised(nn.LSTM(7, 6))
     x = torch.randn(4, 1, 7, dtype=torch.float64)
     parts, weight = sets_of(module, "weight_ih_l0"), dict(module.named_parameters())["weight_ih_l0"]
@@ -163,7 +169,9 @@ def test_lstm_gates() -> None:
 
 @pytest.mark.parametrize("name", ["GroupedExperts", "GptOssGroupedExperts"])
 def test_torchtitans_experts(name: str) -> None:
-    """Any of w1, w2, w3 silences the experts, and so do gates that take turns with ups; (outputs, inputs) are not square."""
+    """Any of w1, w2, w3 silences the experts, and so do gates that take turns with ups; (outputs, inputs) are not
+    square.
+    """
     library("torchtitan")
     source = "torchtitan.models.common.moe" if name == "GroupedExperts" else "torchtitan.models.gpt_oss.moe"
     experts_class = getattr(importlib.import_module(source), name)
@@ -192,7 +200,9 @@ def test_torchtitan_stores_the_same_parts() -> None:
 
     wqkv = Linear.Config(in_features=16, out_features=80, bias=False)
     fused = FusedQKVLinear(FusedQKVLinear.Config(head_dim=8, n_heads=6, n_kv_heads=2, wqkv=wqkv))
-    model = randomised(nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"qkv": fused, "wo": nn.Linear(48, 16)})])}))
+    model = randomised(
+        nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"qkv": fused, "wo": nn.Linear(48, 16)})])})
+    )
     name = "layers.0.qkv.wqkv.weight"
     weight, saved, parts = dict(model.named_parameters())[name], model.state_dict(), sets_of(model, name)
     assert [part.lr_shape for part in parts] == [(48, 16), (16, 16), (16, 16)]

@@ -104,7 +104,9 @@ def test_the_class_that_a_module_was_traced_from(monkeypatch: pytest.MonkeyPatch
     assert torch_compat.traced_class(nn.Linear(2, 2)) is None
     assert class_of(stage.get_submodule("words")) is nn.Embedding
     assert class_of(stage.get_submodule("layers.0.attn")) is Attention
-    monkeypatch.setattr("meshmuon.models.traced.traced_class", lambda module: "models.of.another.program.BloomAttention")
+    monkeypatch.setattr(
+        "meshmuon.models.traced.traced_class", lambda module: "models.of.another.program.BloomAttention"
+    )
     assert class_of(stage).__name__ == "BloomAttention"
 
 

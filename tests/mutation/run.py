@@ -4,8 +4,8 @@
     python tests/mutation/run.py --seed 7 --only meshmuon/agree/    others, of one room
     python tests/mutation/run.py --list --sample -1                 show all
 
-Each mutant is a change in a copy of the package. The tests of the changed file's room run until the first failure; a mutant that
-no test notices survives. Not every survivor is a fault of the tests: some changes cannot be noticed.
+Each mutant is a change in a copy of the package. The tests of the changed file's room run until the first failure; a
+mutant that no test notices survives. Not every survivor is a fault of the tests: some changes cannot be noticed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def core_mutants() -> list[Mutant]:
 
 
 def chosen_tests(file: str) -> list[str]:
-    """What to run for a file of the package: tests of its name first, then its room's, then those of ``FURTHER_TESTS``."""
+    """What to run for a file of the package: tests of its name first, then its room's, then those of
+    ``FURTHER_TESTS``.
+    """
     path, tests = Path(file), ROOT / "tests"
     room = Path(path.parts[1]).stem
     same_name = sorted(tests.glob(f"{room}/**/test_{path.stem}*.py"))
@@ -107,8 +109,21 @@ class Copy:
         path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH", "")]))
         # One thread: several mutants run side by side. No bytecode: a file may change twice within one second.
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-rfE", *arguments]
-        return subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "--tb=no",
+            "-rfE",
+            *arguments,
+        ]
+        return subprocess.run(
+            command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=timeout, check=False
+        )
 
     def try_mutant(self, mutant: Mutant, excluded: Iterable[str], timeout: float) -> Verdict:
         """Applies a mutant, runs its tests until one fails, and takes it back."""
@@ -139,7 +154,9 @@ def failing_anyway(copy: Copy, files: Iterable[str]) -> list[str]:
 
 
 def try_all(mutants: Sequence[Mutant], jobs: int, timeout: float, *, trusted: bool) -> tuple[list[Verdict], list[str]]:
-    """Verdicts of all mutants, and the tests that were left out because they fail anyway, unless these are ``trusted``."""
+    """Verdicts of all mutants, and the tests that were left out because they fail anyway, unless these are
+    ``trusted``.
+    """
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         copies: SimpleQueue[Copy] = SimpleQueue()
@@ -179,18 +196,26 @@ def report(verdicts: Sequence[Verdict], broken: Sequence[str]) -> str:
     rows += ["", "Survivors:" if survivors else "No survivors.", *(f"- {mutant}" for mutant in survivors)]
     hung = [verdict.mutant for verdict in verdicts if verdict.caught_by == "timeout"]
     rows += ["", "Caught by the timeout alone:", *(f"- {mutant}" for mutant in hung)] if hung else []
-    rows += ["", "Left out because they fail without any mutation:", *(f"- {test}" for test in broken)] if broken else []
+    rows += (
+        ["", "Left out because they fail without any mutation:", *(f"- {test}" for test in broken)] if broken else []
+    )
     return "\n".join(rows) + "\n"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="mutants whose file or change contains a TEXT")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="mutants whose file or change contains a TEXT"
+    )
     parser.add_argument("--sample", type=int, default=60, metavar="N", help="how many mutants, -1 for all (60)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tried at a time (2)")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for the tests of one mutant (300)")
-    parser.add_argument("--trust", action="store_true", help="do not look first for tests that fail without any mutation")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="for the tests of one mutant (300)"
+    )
+    parser.add_argument(
+        "--trust", action="store_true", help="do not look first for tests that fail without any mutation"
+    )
     parser.add_argument("--list", action="store_true", help="show the mutants and stop")
     parser.add_argument("--report", type=Path, default=ROOT / "runs" / "mutants.md", help="where the result is written")
     return parser.parse_args()

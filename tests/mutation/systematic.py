@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 __all__ = ["Change", "changes"]
 
-_BINARY = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "/")}
+_BINARY = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "/"),
+}
 _COMPARE = {
     ast.Lt: ("<", "<="),
     ast.LtE: ("<=", "<"),
@@ -34,7 +40,9 @@ class Change(NamedTuple):
 
 
 def changes(source: bytes) -> list[Change]:
-    """Every mutation of a file, in order. Messages of errors, decorators, annotations and ``__all__`` are left alone."""
+    """Every mutation of a file, in order. Messages of errors, decorators, annotations and ``__all__`` are left
+    alone.
+    """
     finder = _Finder(source)
     finder.visit(ast.parse(source))
     return sorted(set(finder.changes))

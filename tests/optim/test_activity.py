@@ -1,4 +1,6 @@
-"""An optimizer that would train nothing says so: without matrices or gradients, or with parameters that the model replaced."""
+"""An optimizer that would train nothing says so: without matrices or gradients, or with parameters that the model
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ strictly = pytest.mark.filterwarnings("error::meshmuon.InactiveWarning")
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))  # the last one is a head
+    # the last one is a head
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
 
 
 def backward(model: nn.Module) -> None:
@@ -63,7 +66,12 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.norm, self.fc = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 6)
+        self.first, self.second, self.norm, self.fc = (
+            nn.Conv2d(3, 8, 3),
+            nn.Conv2d(8, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.Linear(8, 6),
+        )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.fc(self.norm(self.second(self.first(images))).mean((2, 3)))
@@ -87,7 +95,11 @@ def test_filters_alone_are_refused_by_the_constructor() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "told"),
-    [((8, 3, 3, 3), 'conv="flatten"'), ((8, 3, 4), r"expert_keys=\[\.\.\.\]"), ((8,), "use_muon=False.*DeepSpeed ZeRO.*FSDP2")],
+    [
+        ((8, 3, 3, 3), 'conv="flatten"'),
+        ((8, 3, 4), r"expert_keys=\[\.\.\.\]"),
+        ((8,), "use_muon=False.*DeepSpeed ZeRO.*FSDP2"),
+    ],
 )
 def test_parameters_by_hand_that_are_no_matrices(shape: tuple[int, ...], told: str) -> None:
     """Refused by name, by the constructor, by add_param_group, and by the step if a parameter got its shape later."""
@@ -185,7 +197,9 @@ def test_state_can_be_created_without_gradients() -> None:
 
 
 @strictly
-@pytest.mark.parametrize(("layers", "biases", "steps"), [((0, 2), False, 0), ((0,), False, 0), ((0, 2, 4), True, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "biases", "steps"), [((0, 2), False, 0), ((0,), False, 0), ((0, 2, 4), True, 1)], ids=str
+)
 def test_replaced_parameters_raise_at_once(layers: tuple[int, ...], biases: bool, steps: int) -> None:
     """All matrices or one of them, before the first step or later."""
     model = net()
@@ -229,7 +243,9 @@ def test_what_is_no_replacement() -> None:
 
 
 def test_sharded_after_the_optimizer_was_built() -> None:
-    """Default groups know their model: they raise at once. Groups by hand raise at the second step. Both do on every rank."""
+    """Default groups know their model: they raise at once. Groups by hand raise at the second step. Both do on
+    every rank.
+    """
 
     def on_rank(rank: int) -> list[str]:
         errors = []
@@ -323,7 +339,9 @@ class Shadowed(nn.Module):
 
 
 def test_a_module_called_module_is_no_wrapper() -> None:
-    """``module.weight`` was frozen when the optimizer was built and has a gradient now; ``weight`` is not taken for it."""
+    """``module.weight`` was frozen when the optimizer was built and has a gradient now; ``weight`` is not taken for
+    it.
+    """
     model = Shadowed()
     model.module.requires_grad_(False)
     optimizer = Muon(get_default_muon_param_groups(model), lr=LR)

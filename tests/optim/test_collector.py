@@ -28,7 +28,12 @@ SHAPES = ((6, 4), (4, 6), (8, 4))
 def build() -> Muon:
     *params, bias = initial(None, (*SHAPES, (5,)))
     groups = [
-        {"params": params[:2], "names": ["a", "b"], "use_muon": True, "split": lambda name, shape: 2 if name == "cut" else None},
+        {
+            "params": params[:2],
+            "names": ["a", "b"],
+            "use_muon": True,
+            "split": lambda name, shape: 2 if name == "cut" else None,
+        },
         {"params": params[2:], "names": ["c"], "use_muon": True, "lr": 2e-3},
         {"params": [bias], "names": ["d"], "use_muon": False},
     ]
@@ -207,7 +212,8 @@ def gradient_cut_as(placement: Any) -> Late:
     return change
 
 
-SHARDED_CHANGES: dict[str, tuple[Callable[[Muon], None], Late | None, bool]] = {  # of parameters, of a gradient; whether it fits
+# of parameters, of a gradient; whether it fits
+SHARDED_CHANGES: dict[str, tuple[Callable[[Muon], None], Late | None, bool]] = {
     "nothing": (lambda optimizer: None, None, True),
     "another local tensor": (other_local_tensor, None, True),
     "another local momentum": (other_local_momentum, None, True),
@@ -273,7 +279,9 @@ def test_shards_that_are_replaced_are_free_to_go() -> None:
 
 
 def test_a_step_does_not_call_the_garbage_collector() -> None:
-    """A list of a tuple per parameter would: the collector runs once several hundred objects more are alive than before."""
+    """A list of a tuple per parameter would: the collector runs once several hundred objects more are alive than
+    before.
+    """
     params = [nn.Parameter(torch.zeros(4, 4)) for _ in range(2000)]
     for param in params:
         param.grad = torch.ones(4, 4)

@@ -17,7 +17,9 @@ from tests.support.threads import run_threads
 Schedule = Callable[[torch.optim.Optimizer], Any]
 SCHEDULES: list[Schedule] = [
     lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=8),
-    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=8, three_phase=True, base_momentum=0.5),
+    lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.01, total_steps=8, three_phase=True, base_momentum=0.5
+    ),
     lambda optimizer: lr_scheduler.CyclicLR(optimizer, base_lr=0.001, max_lr=0.01, step_size_up=3),
     lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=8, cycle_momentum=False),
 ]
@@ -30,7 +32,9 @@ def build(matrices: list[Any], vectors: list[Any], **options: Any) -> Muon:
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["one cycle", "three phases", "cyclic", "only lr"])
 @pytest.mark.parametrize("options", [{}, {"betas": (0.7, 0.95)}], ids=str)
 def test_both_kinds_of_groups_are_cycled(schedule: Schedule, options: dict[str, Any]) -> None:
-    """AdamW's group equals torch's AdamW under the same scheduler bit for bit; Muon's momentum is what the scheduler says."""
+    """AdamW's group equals torch's AdamW under the same scheduler bit for bit; Muon's momentum is what the
+    scheduler says.
+    """
     matrices, vectors = make_params((6, 4), (3, 5)), make_params((7,), (3, 3), seed=1)
     twins, reference = copies(vectors), Reference(matrices)
     optimizer = build(matrices, vectors, **options)

@@ -29,7 +29,9 @@ def network() -> nn.Sequential:
 
 def optimizer_of(model: nn.Module, **options: Any) -> Muon:
     named = list(model.named_parameters())
-    groups = [{"params": [one for one in named if (one[1].dim() == 2) is muon], "use_muon": muon} for muon in (True, False)]
+    groups = [
+        {"params": [one for one in named if (one[1].dim() == 2) is muon], "use_muon": muon} for muon in (True, False)
+    ]
     return Muon(groups, lr=LR, **options)
 
 
@@ -65,7 +67,9 @@ def unscaled(steps: Sequence[int], clip: float | None = None, *, moved: float = 
     return contents(model, optimizer)
 
 
-def train(steps: int, *, clip: float | None = None, bad: int | None = None, **options: Any) -> tuple[list[Tensor], Scaler, Muon]:
+def train(
+    steps: int, *, clip: float | None = None, bad: int | None = None, **options: Any
+) -> tuple[list[Tensor], Scaler, Muon]:
     """With a scaler, as torch's documentation shows; at step 2 the gradient of parameter ``bad`` is infinite."""
     model = network()
     optimizer, scaler = optimizer_of(model, **options), Scaler("cpu", init_scale=2.0**10, growth_interval=3)
@@ -98,7 +102,9 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit(clip: float | None) -> No
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("policy", ["propagate", "skip", "raise"])
 def test_what_a_scaler_finds_is_skipped(policy: str, where: int, clip: float | None, path: str) -> None:
-    """Under every policy: the step is left out, the scale halves, and later steps are those of a run without that batch."""
+    """Under every policy: the step is left out, the scale halves, and later steps are those of a run without that
+    batch.
+    """
     found, scaler, optimizer = train(5, clip=clip, bad=where, nonfinite=policy)
     assert optimizer.skipped_steps == 1
     assert scaler.get_scale() == 2.0**9

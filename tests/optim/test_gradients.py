@@ -100,7 +100,9 @@ def test_parameters_with_gaps(use_muon: bool) -> None:
     plain = make_params((6, 5), (4, 7))
     start, params = copies(plain), [gapped(param) for param in plain]
     assert not any(param.is_contiguous() for param in params)
-    first, second = ((Muon([group(own, use_muon=use_muon)], lr=LR, allow_inactive=not use_muon), own) for own in (params, plain))
+    first, second = (
+        (Muon([group(own, use_muon=use_muon)], lr=LR, allow_inactive=not use_muon), own) for own in (params, plain)
+    )
     step_beside(first, second, Tensor.clone)
     for param, expected in zip(params, plain, strict=True):
         whole = torch.as_strided(param.detach(), (param.numel() * 2 - 1,), (1,))

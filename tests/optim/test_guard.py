@@ -1,4 +1,5 @@
-"""An update that is not finite although its gradient was: with ``nonfinite="skip"`` and ``"raise"`` its matrix stays as it was.
+"""An update that is not finite although its gradient was: with ``nonfinite="skip"`` and ``"raise"`` its matrix stays as
+it was.
 
 With ``masked`` the host knows nothing of any tensor, as of those on a GPU.
 """
@@ -21,7 +22,10 @@ SHAPES = ((6, 4), (4, 9), (6, 4), (3, 5, 4))
 
 
 def guarded(dtype: torch.dtype = torch.float32, rule: type[Brittle] = Brittle, **options: Any) -> Run:
-    groups = [group(make_params(*SHAPES, dtype=dtype)), group(make_params((5,), dtype=dtype), use_muon=False, prefix="norms")]
+    groups = [
+        group(make_params(*SHAPES, dtype=dtype)),
+        group(make_params((5,), dtype=dtype), use_muon=False, prefix="norms"),
+    ]
     groups[0] |= {"expert_keys": ["weight"]}
     return Run(groups, **{"nonfinite": "skip", "rule": rule(), "weight_decay": 0.1, **options})
 

@@ -1,4 +1,6 @@
-"""Gradients that come and go: the plan stays, what has no gradient stays as it is, and every bit is that of a new plan."""
+"""Gradients that come and go: the plan stays, what has no gradient stays as it is, and every bit is that of a new
+plan.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def give(optimizer: Muon, step: int, active: Sequence[bool]) -> Muon:
 def held(optimizer: Muon) -> list[dict[str, Tensor]]:
     """Bits of each parameter and of all of its state, by name of the state."""
     return [
-        {"param": bits(param).clone()} | {key: bits(value).clone() for key, value in optimizer.state.get(param, {}).items()}
+        {"param": bits(param).clone()}
+        | {key: bits(value).clone() for key, value in optimizer.state.get(param, {}).items()}
         for param in params_of(optimizer)
     ]
 
@@ -121,7 +124,9 @@ def test_every_bit_is_that_of_a_new_plan(options: dict[str, Any]) -> None:
 
 
 @settings(max_examples=25)
-@given(st.lists(st.lists(st.booleans(), min_size=len(SHAPES), max_size=len(SHAPES)), min_size=2, max_size=5), st.booleans())
+@given(
+    st.lists(st.lists(st.booleans(), min_size=len(SHAPES), max_size=len(SHAPES)), min_size=2, max_size=5), st.booleans()
+)
 def test_any_pattern(active: list[list[bool]], remembers: bool) -> None:
     """Also parameters whose first gradient comes late, and steps without any."""
     options = {"allow_inactive": True, "rule": "normuon" if remembers else "plain"}
@@ -244,7 +249,10 @@ def _other_rate(optimizer: Muon) -> None:
 
 EVENTS: dict[str, dict[int, Event]] = {
     "a group is added": {3: _add_group},
-    "frozen and thawed": {2: _freeze, 5: lambda optimizer: [p.requires_grad_(True) for p in params_of(optimizer)] and None},
+    "frozen and thawed": {
+        2: _freeze,
+        5: lambda optimizer: [p.requires_grad_(True) for p in params_of(optimizer)] and None,
+    },
     "a checkpoint is loaded": {3: _reload, 5: _reload},
     "offloaded and back": {2: Muon.turn_on_cpu_offload, 5: Muon.turn_off_cpu_offload},
     "other hyperparameters": {3: _other_rate},

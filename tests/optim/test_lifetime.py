@@ -103,7 +103,17 @@ def prepared_later(optimizer: Muon, params: list[nn.Parameter], trouble: Trouble
     optimizer.prepare()
 
 
-LIVES = [steps, loaded, offloaded, offloaded_and_back, hooked, scheme_failed, refused, option_out_of_range, not_prepared]
+LIVES = [
+    steps,
+    loaded,
+    offloaded,
+    offloaded_and_back,
+    hooked,
+    scheme_failed,
+    refused,
+    option_out_of_range,
+    not_prepared,
+]
 LIVES.append(prepared_later)
 Life = Callable[[Muon, list[nn.Parameter], Trouble], None]
 

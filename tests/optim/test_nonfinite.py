@@ -1,7 +1,7 @@
 """Gradients that are not finite: a step is made as a whole or not at all.
 
-What runs on a GPU, where the host must not wait to know, is forced on CPU by ``masked``: the step is then made with numbers under
-which nothing changes.
+What runs on a GPU, where the host must not wait to know, is forced on CPU by ``masked``: the step is then made with
+numbers under which nothing changes.
 """
 
 from __future__ import annotations
@@ -119,12 +119,20 @@ def test_skipping_under_other_options(options: dict[str, Any], path: str) -> Non
 
 @pytest.mark.parametrize(
     ("dtype", "largest"),
-    [(torch.float32, 3e38), (torch.float64, 1e300), (torch.bfloat16, 3e38), (torch.float16, 65504.0), (torch.float32, -3e38)],
+    [
+        (torch.float32, 3e38),
+        (torch.float64, 1e300),
+        (torch.bfloat16, 3e38),
+        (torch.float16, 65504.0),
+        (torch.float32, -3e38),
+    ],
     ids=str,
 )
 def test_large_is_not_infinite(dtype: torch.dtype, largest: float, path: str) -> None:
     """Its sum or its square would be. Without Nesterov, which adds gradient and momentum."""
-    run = skipping(dtype=dtype, nesterov=False, momentum_dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    run = skipping(
+        dtype=dtype, nesterov=False, momentum_dtype=torch.float64 if dtype == torch.float64 else torch.float32
+    )
     run.step(0, bad=(0, largest))
     run.step(1, bad=(3, largest / 1e30 if dtype != torch.float16 else largest))
     assert run.optimizer.skipped_steps == 0
@@ -184,13 +192,18 @@ def test_empty_gradients_are_finite(path: str) -> None:
     assert not torch.equal(full, torch.ones(3))
 
 
-# ---- the masked path, which a GPU takes ----------------------------------------------------------------------------------------
+# ---- the masked path, which a GPU takes
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_finite_masked_steps_move_as_unmasked_ones(dtype: torch.dtype, masked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AdamW bit for bit. In the momentum and the update of a matrix the product is rounded before the sum, which a float's fused
-    multiply-add does not: a few units in the last place. In float64, a rate or decay rounded to float32 would show at 1e-8."""
+def test_finite_masked_steps_move_as_unmasked_ones(
+    dtype: torch.dtype, masked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdamW bit for bit. In the momentum and the update of a matrix the product is rounded before the sum, which a
+    float's fused
+    multiply-add does not: a few units in the last place. In float64, a rate or decay rounded to float32 would show at
+    1e-8."""
     run = skipping(dtype)
     start = snapshot(run.params)
     for step in range(5):
@@ -201,19 +214,27 @@ def test_finite_masked_steps_move_as_unmasked_ones(dtype: torch.dtype, masked: N
         expected.step(step)
     states, wanted = run.everything()[5:], expected.everything()[5:]
     assert_bits([*run.params[3:], *states[3:]], [*expected.params[3:], *wanted[3:]])
-    sizes = [sum(grad.abs() for grad in grads) for grads in zip(*(gradients(start[:3], step) for step in range(5)), strict=True)]
+    sizes = [
+        sum(grad.abs() for grad in grads)
+        for grads in zip(*(gradients(start[:3], step) for step in range(5)), strict=True)
+    ]
     for momentum, other, size in zip(states[:3], wanted[:3], sizes, strict=True):
-        # Both sums are rounded, and one product: three roundings a step of what is no larger than all gradients together.
+        # Both sums are rounded, and one product: three roundings a step of what is no larger than all gradients
+        # together.
         assert bool(((momentum - other).abs() <= 5 * 3 * unit(dtype) * size).all())
     assert_moved_within_rounding(run.params[:3], expected.params[:3], start[:3], 5, polar_express())
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_device_whose_values_the_host_cannot_read(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the meta device have no values: whatever reads one raises. Muon, AdamW, mask and scale all run there."""
+    """Tensors of the meta device have no values: whatever reads one raises. Muon, AdamW, mask and scale all run
+    there.
+    """
     monkeypatch.setattr(param_state, "_FUSED_DEVICES", ("cpu", "meta"))
     params = [nn.Parameter(torch.empty(shape, device="meta")) for shape in (*MATRICES, *VECTORS)]
-    optimizer = Muon([group(params[:3]), group(params[3:], use_muon=False)], nonfinite="propagate" if scaled else "skip")
+    optimizer = Muon(
+        [group(params[:3]), group(params[3:], use_muon=False)], nonfinite="propagate" if scaled else "skip"
+    )
     for _ in range(3):
         set_gradients(params, [torch.empty_like(param) for param in params])
         if scaled:

@@ -1,4 +1,6 @@
-"""Offloading changes where the state is between steps, and nothing else: same bits, storage that really moves, bulk copies."""
+"""Offloading changes where the state is between steps, and nothing else: same bits, storage that really moves, bulk
+copies.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def halves() -> list[dict[str, Any]]:
 
 
 def strided() -> list[dict[str, Any]]:
-    filters = [nn.Parameter(p.detach().contiguous(memory_format=torch.channels_last)) for p in make_params((8, 4, 3, 3))]
+    filters = [
+        nn.Parameter(p.detach().contiguous(memory_format=torch.channels_last)) for p in make_params((8, 4, 3, 3))
+    ]
     others = make_params((5, 7), (6, 4))
     assert not filters[0].is_contiguous()
     return [
@@ -102,7 +106,10 @@ def strided() -> list[dict[str, Any]]:
 
 
 def experts() -> list[dict[str, Any]]:
-    return [group(make_params((3, 4, 5)), prefix="experts", expert_keys=["experts"]), group(make_params((4, 4)), use_muon=False)]
+    return [
+        group(make_params((3, 4, 5)), prefix="experts", expert_keys=["experts"]),
+        group(make_params((4, 4)), use_muon=False),
+    ]
 
 
 def ruled() -> list[dict[str, Any]]:
@@ -311,7 +318,9 @@ def test_a_step_that_fails_in_the_middle_still_puts_the_state_away(log: Log) -> 
 
 
 def test_pinned_memory_is_little_more_than_the_state() -> None:
-    """torch rounds pinned buffers up to powers of two. Counted on a stand-in for a GPU, with the proportions of a Llama layer."""
+    """torch rounds pinned buffers up to powers of two. Counted on a stand-in for a GPU, with the proportions of a
+    Llama layer.
+    """
     width, wide = 192, 608
     shapes = [(width, width)] * 4 + [(wide, width)] * 2 + [(width, wide)]
     with fake_cuda.installed(), Recorder().recording() as recorder:
@@ -336,7 +345,9 @@ def test_portions_pin_the_least() -> None:
 
         def cost(counts: Sequence[int], sizes: Sequence[int] = tuple(sizes)) -> int:
             stops = list(accumulate(counts))
-            return sum(pinned_bytes(sum(sizes[stop - n : stop])) + per_copy for n, stop in zip(counts, stops, strict=True))
+            return sum(
+                pinned_bytes(sum(sizes[stop - n : stop])) + per_copy for n, stop in zip(counts, stops, strict=True)
+            )
 
         ways = [
             [stop - start for start, stop in pairwise([0, *cuts, count])]
@@ -398,7 +409,9 @@ def test_state_replaced_or_removed_by_others(away: Run) -> None:
 
 
 def test_between_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meta device stands in for a GPU: it computes nothing, but it is not host memory, and no operation may mix both."""
+    """The meta device stands in for a GPU: it computes nothing, but it is not host memory, and no operation may mix
+    both.
+    """
 
     class Between(Transfers):
         def store(self, host: Tensor, device: Tensor) -> None:
@@ -427,9 +440,9 @@ def test_between_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert where(optimizer) == {"cpu"}
     step(optimizer, 2)
     saved = optimizer.state_dict()  # creates the state of parameter 2 on its device, and puts it beside what is away
-    assert {value.device.type for entry in saved["state"].values() for key, value in entry.items() if key in STATE_KEYS} == {
-        "cpu"
-    }
+    assert {
+        value.device.type for entry in saved["state"].values() for key, value in entry.items() if key in STATE_KEYS
+    } == {"cpu"}
     step(optimizer, 0)
     assert where(optimizer) == {"cpu"}
     other = copy.deepcopy(optimizer)

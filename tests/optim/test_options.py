@@ -59,14 +59,26 @@ def test_default_numbers() -> None:
     start = make_params(*SHAPES, dtype=torch.float64)
     params, reference = copies(start), Reference(start)
     optimizer = Muon([group(params)])
-    numbers = {"lr": 1e-3, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1, "steps": polar_express(steps=5).steps}
+    numbers = {
+        "lr": 1e-3,
+        "momentum": 0.95,
+        "nesterov": True,
+        "weight_decay": 0.1,
+        "steps": polar_express(steps=5).steps,
+    }
     run_beside(reference, optimizer, params, range(3), **numbers)
     assert_moved_within_rounding(params, reference.params, start, 3, polar_express(steps=5))
 
 
 def test_groups_of_one_shape_keep_their_own_numbers() -> None:
     """Matrices of several groups share a batch; each keeps its group's numbers."""
-    first: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "original"}
+    first: dict[str, Any] = {
+        "lr": 0.01,
+        "momentum": 0.9,
+        "nesterov": False,
+        "weight_decay": 0.0,
+        "adjust_lr_fn": "original",
+    }
     second: dict[str, Any] = {"lr": 0.003, "momentum": 0.5, "weight_decay": 1.0, "maximize": True}
     start = make_params((8, 12), (8, 12), (8, 12), dtype=torch.float64)
     params = copies(start)
@@ -76,7 +88,9 @@ def test_groups_of_one_shape_keep_their_own_numbers() -> None:
         grads = gradients(params, step)
         set_gradients(params, grads)
         optimizer.step()
-        references[0].step(grads[:1], **{**{k: v for k, v in first.items() if k != "adjust_lr_fn"}, "adjust": "original"})
+        references[0].step(
+            grads[:1], **{**{k: v for k, v in first.items() if k != "adjust_lr_fn"}, "adjust": "original"}
+        )
         references[1].step(grads[1:], **second)
     assert_moved_within_rounding(params, [p for reference in references for p in reference.params], start, 3)
 
@@ -134,9 +148,15 @@ def rates(optimizer: Muon) -> list[float]:
 
 @pytest.mark.parametrize("build", [Muon, DistMuon])
 def test_the_learning_rate_of_adamw_s_part(build: type[Muon]) -> None:
-    """Written once into the groups that have none of their own, so that schedulers begin from it; a group's own lr wins."""
+    """Written once into the groups that have none of their own, so that schedulers begin from it; a group's own lr
+    wins.
+    """
     matrix, norm, table, late = make_params((4, 6), (5,), (7, 3), (8,))
-    groups = [group([matrix]), group([norm], use_muon=False, prefix="n"), group([table], use_muon=False, prefix="t", lr=0.03)]
+    groups = [
+        group([matrix]),
+        group([norm], use_muon=False, prefix="n"),
+        group([table], use_muon=False, prefix="t", lr=0.03),
+    ]
     optimizer = build(groups, lr=LR, adamw_lr=0.001)
     assert rates(optimizer) == [LR, 0.001, 0.03]
     for twin in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):

@@ -23,7 +23,11 @@ on_either_path = pytest.mark.parametrize("reference_path", [False, True], ids=["
 
 
 def make(params: list[nn.Parameter], *, use_muon: bool = True, names: tuple[str, ...] = (), **options: Any) -> Muon:
-    group = {"params": params, "use_muon": use_muon, "names": names or [f"layers.{k}.weight" for k in range(len(params))]}
+    group = {
+        "params": params,
+        "use_muon": use_muon,
+        "names": names or [f"layers.{k}.weight" for k in range(len(params))],
+    }
     return Muon([group], lr=0.01, allow_inactive=not use_muon, **options)
 
 
@@ -38,7 +42,8 @@ def gradient(*weights: nn.Parameter) -> None:
 
 
 def refuses(loss: Tensor) -> None:
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|has been modified inplace"):  # of to_local()
+    # of to_local()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|has been modified inplace"):
         loss.backward()
 
 
@@ -54,7 +59,9 @@ def test_plain_weights(use_muon: bool, options: dict[str, Any]) -> None:
 
 
 def test_weights_that_kernels_of_a_device_write() -> None:
-    """Autograd does not see such kernels. No device is here: weights that the host cannot read stand for those on a GPU."""
+    """Autograd does not see such kernels. No device is here: weights that the host cannot read stand for those on a
+    GPU.
+    """
     written, idle = (torch.zeros(8, 8, device="meta") for _ in range(2))
     with torch.inference_mode():
         untracked = torch.zeros(8, 8, device="meta")
@@ -65,7 +72,9 @@ def test_weights_that_kernels_of_a_device_write() -> None:
 
 @on_either_path
 def test_weights_without_a_gradient_are_not_overwritten(reference_path: bool) -> None:
-    """Also under a plan that covers them: a backward pass through such a weight still works, through the other it raises."""
+    """Also under a plan that covers them: a backward pass through such a weight still works, through the other it
+    raises.
+    """
 
     def body(rank: int) -> None:
         weights = sharded_weights(2)

@@ -37,7 +37,12 @@ def make_local() -> dict[str, Any]:
     def scheme(batch: Tensor) -> Tensor:
         return batch
 
-    return {"adjust_lr_fn": lambda rows, cols: 0.1 * rows, "split": lambda *_: None, "rule": LocalRule(), "scheme": scheme}
+    return {
+        "adjust_lr_fn": lambda rows, cols: 0.1 * rows,
+        "split": lambda *_: None,
+        "rule": LocalRule(),
+        "scheme": scheme,
+    }
 
 
 def save(optimizer: Muon) -> None:
@@ -89,7 +94,10 @@ def dump(value, file):
     for name, works in (("project.cloudpickle.fast", True), ("project.quick", False)):
         module: dict[str, Any] = {"__name__": name}
         exec(source, module)
-        optimizer, file = Muon([group(make_params((4, 4)))], lr=LR, adjust_lr_fn=lambda rows, cols: 0.1 * rows), io.BytesIO()
+        optimizer, file = (
+            Muon([group(make_params((4, 4)))], lr=LR, adjust_lr_fn=lambda rows, cols: 0.1 * rows),
+            io.BytesIO(),
+        )
         if works:
             module["dump"](optimizer, file)
             assert isinstance(pickle.loads(file.getvalue()), Muon)

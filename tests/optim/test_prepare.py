@@ -1,4 +1,6 @@
-"""``prepare()`` on one device: the first step finds everything there and has the bits that it would have had without it."""
+"""``prepare()`` on one device: the first step finds everything there and has the bits that it would have had
+without it.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ def test_a_prepared_optimizer_can_be_saved() -> None:
 
 @pytest.mark.parametrize("copied", [lambda one: one, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_step_that_only_creates_state_still_does_only_that(copied: Callable[[Muon], Muon]) -> None:
-    """torch.distributed.checkpoint steps with lr 0 and gradients of zero: no step may be counted, also after copying."""
+    """torch.distributed.checkpoint steps with lr 0 and gradients of zero: no step may be counted, also after
+    copying.
+    """
     optimizer = muon_of(initial(None))
     optimizer.prepare()
     optimizer = copied(optimizer)
@@ -163,7 +167,10 @@ def test_what_fails_on_one_process_names_the_phase_too() -> None:
     params = initial(None)
     optimizer = muon_of(params)
     text = r"^prepare\(\) failed in its making of state, buffers and kernels: MemoryError: none left"
-    with patch.object(Executor, "prepare", side_effect=MemoryError("none left")), pytest.raises(MeshmuonError, match=text):
+    with (
+        patch.object(Executor, "prepare", side_effect=MemoryError("none left")),
+        pytest.raises(MeshmuonError, match=text),
+    ):
         optimizer.prepare()
     run_steps(params, optimizer, range(2))
     assert_equal(params, after(2))
@@ -199,7 +206,9 @@ def test_parameters_that_a_wrapper_replaces_afterwards(saves: bool, offloads: bo
     assert_equal(params, after(2))
 
 
-def test_a_slow_phase_is_shown_as_long_as_it_takes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_phase_is_shown_as_long_as_it_takes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare, phase = Executor.prepare, "prepare() has been in its making of state, buffers and kernels for"
 
     def shown() -> list[str]:

@@ -64,7 +64,9 @@ def test_routes_are_logged_at_the_level_debug(log: pytest.LogCaptureFixture) -> 
         assert len(log.records) == lines
 
 
-def test_debug_speaks_where_logging_was_never_set_up(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+def test_debug_speaks_where_logging_was_never_set_up(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
     logger = logging.getLogger("meshmuon")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", False)

@@ -38,7 +38,9 @@ def test_the_update_is_that_of_the_scheme(name: str, scheme: SchemeLike) -> None
 
 
 @pytest.mark.parametrize(
-    "scheme", [zolotarev(poles=2), halley(), hybrid(), "zolotarev", "hybrid", "auto", AUTO], ids=lambda scheme: str(scheme)[:40]
+    "scheme",
+    [zolotarev(poles=2), halley(), hybrid(), "zolotarev", "hybrid", "auto", AUTO],
+    ids=lambda scheme: str(scheme)[:40],
 )
 def test_a_checkpoint_keeps_the_scheme(scheme: SchemeLike) -> None:
     param, copy = nn.Parameter(weight(260, 260)), nn.Parameter(weight(260, 260))

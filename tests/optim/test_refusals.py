@@ -37,32 +37,59 @@ def empty(dtype: torch.dtype) -> list[nn.Parameter]:
         (lambda: [("a", matrix()), matrix()], r"is not a \(name, parameter\) pair"),
         (lambda: [("a", 3)], r"\('a', 3\) is not a \(name, parameter\) pair"),
         (lambda: [(matrix(), "a")], r"is not a \(name, parameter\) pair"),
-        (lambda: [("a", matrix()), ("a", matrix())], "two parameters are called a, and all names of an optimizer must differ"),
+        (
+            lambda: [("a", matrix()), ("a", matrix())],
+            "two parameters are called a, and all names of an optimizer must differ",
+        ),
         (lambda: [("a", empty(torch.float32)[0])], "no trainable parameters"),
         (lambda: {"params": [matrix()], "use_muon": True}, f"must be a list of groups, got dict.*{RIGHT_CALL}"),
         (matrix, f"must be a list of groups, got Parameter.*{RIGHT_CALL}"),
         (lambda: 3, f"must be a list of groups, got int.*{RIGHT_CALL}"),
         (list, f"params is empty.*{RIGHT_CALL}"),
         (lambda: iter(()), f"params is empty.*{RIGHT_CALL}"),
-        (lambda: [{"params": [matrix()]}], f"group 0 needs use_muon=True or use_muon=False, it has .*'params'.*{RIGHT_CALL}"),
+        (
+            lambda: [{"params": [matrix()]}],
+            f"group 0 needs use_muon=True or use_muon=False, it has .*'params'.*{RIGHT_CALL}",
+        ),
         (lambda: [{"params": [matrix()], "use_muon": None}], "group 0 needs use_muon=True or use_muon=False"),
         (lambda: [{"params": [matrix()], "use_muon": "yes"}], "group 0 needs use_muon=True or use_muon=False"),
         (lambda: [group([matrix()]), {"use_muon": True}], f'group 1 has no "params".*{RIGHT_CALL}'),
         (lambda: [{"params": [], "use_muon": True}], r"group 0 \(use_muon=True\) is empty: leave it out"),
         (lambda: [group([matrix()]), {"params": [], "use_muon": False}], r"group 1 \(use_muon=False\) is empty"),
         (lambda: [{"params": {matrix()}, "use_muon": True}], "group 0: params is a set.*Pass a list"),
-        (lambda: [{"params": [matrix(), matrix()], "names": ["a"], "use_muon": True}], "group 0 has 2 params but 1 names"),
+        (
+            lambda: [{"params": [matrix(), matrix()], "names": ["a"], "use_muon": True}],
+            "group 0 has 2 params but 1 names",
+        ),
         (lambda: [{"params": [matrix()], "names": ["a", "b"], "use_muon": True}], "group 0 has 1 params but 2 names"),
         (lambda: [{"params": [matrix()], "names": [], "use_muon": True}], "group 0 has 1 params but 0 names"),
-        (lambda: [{"params": [matrix()], "param_names": ["a", "b"], "use_muon": True}], "group 0 has 1 params but 2 names"),
-        (lambda: [{"params": ["w"], "names": ["w"], "use_muon": True}], f"group 0: w is a str, not a tensor.*{RIGHT_CALL}"),
+        (
+            lambda: [{"params": [matrix()], "param_names": ["a", "b"], "use_muon": True}],
+            "group 0 has 1 params but 2 names",
+        ),
+        (
+            lambda: [{"params": ["w"], "names": ["w"], "use_muon": True}],
+            f"group 0: w is a str, not a tensor.*{RIGHT_CALL}",
+        ),
         (lambda: [{"params": [matrix(), ("b", matrix())], "use_muon": True}], "group0.param1 is a tuple, not a tensor"),
-        (lambda: [{"params": [matrix()] * 2, "use_muon": True}], "group 0 holds a parameter twice, so it would be stepped twice"),
+        (
+            lambda: [{"params": [matrix()] * 2, "use_muon": True}],
+            "group 0 holds a parameter twice, so it would be stepped twice",
+        ),
         (lambda: [group([matrix() * 2])], "non-leaf"),
         (lambda: [group(empty(torch.int32))], r"dtype torch\.int32; Muon needs floating point"),
-        (lambda: [group(empty(torch.complex64))], r"layers\.0\.weight is complex \(torch\.complex64\).*view_as_real\(param\)"),
-        (lambda: [group(empty(torch.complex64), use_muon=False)], r"others\.0\.weight is complex .*view_as_real\(param\)"),
-        (lambda: [group(make_params((2, 3, 4, 5)), expert_keys=["layers"])], r"more than two dims.*\(now \['layers'\]\)"),
+        (
+            lambda: [group(empty(torch.complex64))],
+            r"layers\.0\.weight is complex \(torch\.complex64\).*view_as_real\(param\)",
+        ),
+        (
+            lambda: [group(empty(torch.complex64), use_muon=False)],
+            r"others\.0\.weight is complex .*view_as_real\(param\)",
+        ),
+        (
+            lambda: [group(make_params((2, 3, 4, 5)), expert_keys=["layers"])],
+            r"more than two dims.*\(now \['layers'\]\)",
+        ),
     ],
 )
 def test_params(params: Any, message: str) -> None:
@@ -72,7 +99,9 @@ def test_params(params: Any, message: str) -> None:
 
 def test_a_name_twice() -> None:
     """It would hide a matrix in ``metrics()``, and a checkpoint could not tell the two apart."""
-    told = r"group {}: another parameter is called {} as well, and all names of an optimizer must differ\..*nn\.ModuleDict"
+    told = (
+        r"group {}: another parameter is called {} as well, and all names of an optimizer must differ\..*nn\.ModuleDict"
+    )
     with pytest.raises(ConfigError, match=told.format(0, "a")):
         Muon([{"params": [matrix(), matrix()], "names": ["a", "a"], "use_muon": True}])
     with pytest.raises(ConfigError, match=told.format(1, "layers.0.weight")):
@@ -89,20 +118,28 @@ def test_groups_without_names_never_share_one() -> None:
     optimizer.param_groups.pop(0)
     optimizer.add_param_group({"params": [matrix()], "use_muon": True})
     moved = Muon(
-        [{"params": [matrix()], "use_muon": True}, *({**old, "params": [matrix()]} for old in optimizer.param_groups[1:])]
+        [
+            {"params": [matrix()], "use_muon": True},
+            *({**old, "params": [matrix()]} for old in optimizer.param_groups[1:]),
+        ]
     )
     for made in (optimizer, moved):
         names = [name for written in made.param_groups for name in written["param_names"]]
         assert len(names) == len(set(names)) == 3
 
 
-OVERLAPPING = {"expanded": lambda: torch.randn(1, 6).expand(4, 6), "strided": lambda: torch.randn(20).as_strided((4, 6), (3, 1))}
+OVERLAPPING = {
+    "expanded": lambda: torch.randn(1, 6).expand(4, 6),
+    "strided": lambda: torch.randn(20).as_strided((4, 6), (3, 1)),
+}
 
 
 @pytest.mark.parametrize("use_muon", [True, False])
 @pytest.mark.parametrize("memory", OVERLAPPING)
 def test_elements_that_share_an_address(memory: str, use_muon: bool) -> None:
-    """A step would write several of them to one place: refused when the optimizer is built, or at the step that finds it."""
+    """A step would write several of them to one place: refused when the optimizer is built, or at the step that
+    finds it.
+    """
     message = r"\w+\.0\.weight has shape \(4, 6\) and strides .*share one address"
     param = nn.Parameter(OVERLAPPING[memory]())
     with pytest.raises(ConfigError, match=message):
@@ -135,7 +172,9 @@ def test_elements_that_share_an_address(memory: str, use_muon: bool) -> None:
     ids=str,
 )
 def test_what_is_said_of_options(options: dict[str, Any], message: str) -> None:
-    """Also where no group uses the option yet. tests/params/test_option_fuzz.py has all options, and where they may be given."""
+    """Also where no group uses the option yet. tests/params/test_option_fuzz.py has all options, and where they may
+    be given.
+    """
     for kinds in [(True, False), (True,), (False,)]:
         with pytest.raises(ConfigError, match=message):
             Muon([group([matrix()], use_muon=use_muon) for use_muon in kinds], **options)
@@ -206,7 +245,9 @@ def mesh() -> Iterator[Any]:
 @pytest.mark.parametrize("use_muon", [True, False])
 def test_partial_parameters(mesh: Any, use_muon: bool) -> None:
     param = nn.Parameter(DTensor.from_local(torch.zeros(4, 6), mesh, [Partial()]))
-    with pytest.raises(ConfigError, match=r"\w+\.0\.weight has placements .*a sum that was never taken.*Redistribute it"):
+    with pytest.raises(
+        ConfigError, match=r"\w+\.0\.weight has placements .*a sum that was never taken.*Redistribute it"
+    ):
         Muon([group([param], use_muon=use_muon)])
 
 
@@ -224,7 +265,9 @@ def test_unknown_placements(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_meshes_whose_ranks_descend(mesh: Any) -> None:
     turned = DeviceMesh("cpu", [1, 0])
     param = nn.Parameter(distribute_tensor(torch.zeros(4, 6), turned, [Shard(0)], src_data_rank=None))
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.weight is on the mesh 2 \(ranks 1,0\).*do not ascend along axis 0"):
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.0\.weight is on the mesh 2 \(ranks 1,0\).*do not ascend along axis 0"
+    ):
         Muon([group([param])])
 
 

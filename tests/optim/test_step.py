@@ -1,4 +1,6 @@
-"""What surrounds the arithmetic of a step: groups, what is freed, modes; test_torch_generic.py has what torch tests as well."""
+"""What surrounds the arithmetic of a step: groups, what is freed, modes; test_torch_generic.py has what torch tests
+as well.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from meshmuon import DistMuon, Muon, get_default_muon_param_groups
-from tests.support.reference import LR, assert_same_bits, copies, gradients, group, make_params, muon, run, set_gradients
+from tests.support.reference import (
+    LR,
+    assert_same_bits,
+    copies,
+    gradients,
+    group,
+    make_params,
+    muon,
+    run,
+    set_gradients,
+)
 
 
 def mixed(**options: Any) -> tuple[list[nn.Parameter], Muon]:
@@ -64,7 +76,9 @@ def test_add_param_group_fills_in_defaults_and_keeps_the_users_dict() -> None:
     assert optimizer.param_groups[1]["param_names"] == ["late.0.weight"]
 
 
-@pytest.mark.parametrize("form", ["names", "param_names", "pairs", "tensor", "nothing", "generator", "generator of groups"])
+@pytest.mark.parametrize(
+    "form", ["names", "param_names", "pairs", "tensor", "nothing", "generator", "generator of groups"]
+)
 def test_ways_to_write_a_group(form: str) -> None:
     (param,) = make_params((4, 6))
     written: dict[str, Any] = {

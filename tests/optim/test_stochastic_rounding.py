@@ -1,4 +1,6 @@
-"""``rounding="stochastic"`` in whole steps: bits, state, checkpoints, refusals. Layouts are drawn in tests/dist/test_cases.py."""
+"""``rounding="stochastic"`` in whole steps: bits, state, checkpoints, refusals. Layouts are drawn in
+tests/dist/test_cases.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from torch import Tensor, nn
 from meshmuon import ConfigError, Muon, RoutingWarning, StateError
 from meshmuon.execute import RoundingScratch
 from meshmuon.optim.adamw import _step_stochastically
-from tests.support.reference import LR, adamw, assert_same_bits, copies, gradients, group, make_params, run, set_gradients
+from tests.support.reference import (
+    LR,
+    adamw,
+    assert_same_bits,
+    copies,
+    gradients,
+    group,
+    make_params,
+    run,
+    set_gradients,
+)
 
 COUNTER = "rounding_counter"
 SHAPES = ((8, 12), (12, 8), (3, 6, 4), (5,), (7, 2))
@@ -21,7 +33,10 @@ HALF = torch.bfloat16
 
 def build(params: Sequence[Tensor], **options: Any) -> Muon:
     """Matrices and experts in Muon, the last two parameters in AdamW."""
-    written = [group(params[:3], prefix="experts", expert_keys=["experts"]), group(params[3:], use_muon=False, prefix="norms")]
+    written = [
+        group(params[:3], prefix="experts", expert_keys=["experts"]),
+        group(params[3:], use_muon=False, prefix="norms"),
+    ]
     return Muon(written, **{"lr": LR, "rounding": "stochastic", **options})
 
 
@@ -133,7 +148,11 @@ def test_other_dtypes_are_rounded_as_ever() -> None:
         run(one, weights, range(3))
     assert_same_bits(params, expected)
     assert all(COUNTER not in optimizer.state[param] for param in params)
-    mixed = [*make_params((8, 12), dtype=HALF), *make_params((12, 8), (3, 6, 4), (5,)), *make_params((7, 2), dtype=HALF)]
+    mixed = [
+        *make_params((8, 12), dtype=HALF),
+        *make_params((12, 8), (3, 6, 4), (5,)),
+        *make_params((7, 2), dtype=HALF),
+    ]
     optimizer = build(mixed)  # no warning
     run(optimizer, mixed, range(1))
     assert [COUNTER in optimizer.state[param] for param in mixed] == [True, False, False, False, True]
@@ -149,7 +168,9 @@ def neighbours(exact: Tensor) -> Tensor:
     return torch.exp2(torch.frexp(exact).exponent.float() - 8)
 
 
-@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"weight_decay": 0.0}, {"lr": torch.tensor(0.03)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"maximize": True}, {"weight_decay": 0.0}, {"lr": torch.tensor(0.03)}], ids=str
+)
 def test_adamw_is_float32_rounded_once(options: dict[str, Any]) -> None:
     """Against torch's fused step on float32 copies of parameter, gradient and moments, at every step."""
     for rounding in ("nearest", "stochastic"):
@@ -170,7 +191,8 @@ def test_adamw_is_float32_rounded_once(options: dict[str, Any]) -> None:
             oracle.step()
             for param, copied, grad, mean in zip(params, wide, grads, before, strict=True):
                 exact, entry, wanted = copied.detach(), optimizer.state[param], oracle.state[copied]
-                in_float32 = 8 * 2**-24 * (exact.abs() + 0.1)  # roundings on the way: of weights, and of steps of at most 0.1
+                # roundings on the way: of weights, and of steps of at most 0.1
+                in_float32 = 8 * 2**-24 * (exact.abs() + 0.1)
                 bound = neighbours(exact) * (1.0 if rounding == "stochastic" else 0.5) + in_float32
                 assert bool(((param.detach().float() - exact).abs() <= bound).all())
                 for key, size in (("exp_avg", mean.abs() + grad.float().abs()), ("exp_avg_sq", wanted["exp_avg_sq"])):
@@ -195,7 +217,9 @@ def test_adamw_decays_on_average() -> None:
 
 
 def test_an_idle_parameter_neither_counts_nor_changes() -> None:
-    """A parameter without a gradient stays in the plan; when its gradient comes back it goes on as if the step had not been."""
+    """A parameter without a gradient stays in the plan; when its gradient comes back it goes on as if the step had
+    not been.
+    """
     params = make_params(*SHAPES, dtype=HALF)
     optimizer = build(params)
     for step in range(4):
@@ -239,7 +263,9 @@ def test_a_first_step_that_a_device_skips_changes_nothing() -> None:
     """The count of steps is then 0 on the host, and AdamW's bias correction with it."""
     param = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
     param.grad = torch.ones_like(param)
-    optimizer = Muon([{"params": [param], "names": ["norm"], "use_muon": False}], rounding="stochastic", allow_inactive=True)
+    optimizer = Muon(
+        [{"params": [param], "names": ["norm"], "use_muon": False}], rounding="stochastic", allow_inactive=True
+    )
     optimizer.step()
     param.grad = torch.ones_like(param)
     state, before = optimizer.state[param], param.detach().clone()

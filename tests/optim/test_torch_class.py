@@ -1,4 +1,6 @@
-"""TorchMuon: torch.optim.Muon's arguments, update and state, on one device against torch and on meshes against one device."""
+"""TorchMuon: torch.optim.Muon's arguments, update and state, on one device against torch and on meshes against one
+device.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def run(runs: Sequence[tuple[Any, list[nn.Parameter]]], steps: Sequence[int], sc
 
 def test_the_signature_is_torchs() -> None:
     ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (TorchMuon, torch.optim.Muon))
-    assert [(name, p.default, p.kind) for name, p in ours.items()] == [(name, p.default, p.kind) for name, p in theirs.items()]
+    assert [(name, p.default, p.kind) for name, p in ours.items()] == [
+        (name, p.default, p.kind) for name, p in theirs.items()
+    ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -85,12 +89,17 @@ def test_random_shapes_and_options_step_as_torch(
 
 
 def test_groups_and_changes_between_steps_are_read_as_torch_reads_them() -> None:
-    """Own options per group, a schedule of momentum, other coefficients, steps and rules, and a group that comes later."""
+    """Own options per group, a schedule of momentum, other coefficients, steps and rules, and a group that comes
+    later.
+    """
     start = make_params(*SHAPES, dtype=torch.float64)
     runs = []
     for kind in (torch.optim.Muon, TorchMuon):
         own = copies(start)
-        groups: list[dict[str, Any]] = [{"params": own[:2], "lr": 0.05, "ns_steps": 3}, {"params": own[2:4], "eps": 9.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": own[:2], "lr": 0.05, "ns_steps": 3},
+            {"params": own[2:4], "eps": 9.0},
+        ]
         groups[1] |= {"ns_coefficients": (2.0, -1.5, 0.5), "adjust_lr_fn": "match_rms_adamw", "nesterov": False}
         optimizer = kind(groups, lr=torch.tensor(0.02, dtype=torch.float64), momentum=0.8)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -126,7 +135,9 @@ def test_named_parameters_and_silence() -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_states_go_both_ways(named: bool) -> None:
-    """After four steps of one class, the other goes on from its state as if it had run from the start; so does ours itself."""
+    """After four steps of one class, the other goes on from its state as if it had run from the start; so does ours
+    itself.
+    """
     start = make_params(*SHAPES, dtype=torch.float64)
 
     def given(params: list[nn.Parameter]) -> Any:
@@ -181,7 +192,9 @@ def test_states_of_other_optimizers_are_refused_and_muon_converts_this_one() -> 
     params = make_params((6, 4))
     ours, muon = TorchMuon(params), Muon([{"params": copies(params), "names": ["w"], "use_muon": True}])
     for other in (muon, torch.optim.SGD(copies(params), momentum=0.9), torch.optim.AdamW(copies(params))):
-        with pytest.raises(StateError, match=r"not from TorchMuon or torch\.optim\.Muon, which keep momentum as a mean"):
+        with pytest.raises(
+            StateError, match=r"not from TorchMuon or torch\.optim\.Muon, which keep momentum as a mean"
+        ):
             ours.load_state_dict(other.state_dict())
     run([(ours, params)], range(3))
     with pytest.raises(StateError, match=r"from torch\.optim\.Muon, which keeps momentum as a mean"):
@@ -206,7 +219,10 @@ def test_states_of_other_optimizers_are_refused_and_muon_converts_this_one() -> 
         (lambda: TorchMuon([]), "params is empty"),
         (lambda: TorchMuon([{"params": [("w", torch.ones(2, 2, 2))]}]), r"shape \(2, 2, 2\)"),
         (lambda: TorchMuon(make_params((2, 2)), adjust_lr_fn="spectral"), "adjust_lr_fn='spectral' is none of torch's"),
-        (lambda: TorchMuon(make_params((2, 2)), ns_coefficients=(1, 2)), r"ns_coefficients=\(1, 2\) must be three numbers"),  # type: ignore[arg-type]
+        (
+            lambda: TorchMuon(make_params((2, 2)), ns_coefficients=(1, 2)),
+            r"ns_coefficients=\(1, 2\) must be three numbers",
+        ),  # type: ignore[arg-type]
         (lambda: TorchMuon(make_params((2, 2)), ns_coefficients=("a", 1, 2)), "every step is a triple"),  # type: ignore[arg-type]
         (lambda: TorchMuon(make_params((2, 2)), eps=-1.0), "TorchMuon: eps=-1.0 must be at least 0"),
         (lambda: TorchMuon(make_params((2, 2)), momentum=1.0), r"momentum=1.0 must be in \[0, 1\)"),

@@ -1,7 +1,7 @@
 """What torch tests of every optimizer, tested of this one through an adapter that takes parameters as torch's do.
 
-The behaviours are those of ``TestOptimRenewed``, written anew; tests/state has those of saving, loading and copying, and
-test_refusals.py those of errors. What differs by design is at the end, and in docs/proofs.md.
+The behaviours are those of ``TestOptimRenewed``, written anew; tests/state has those of saving, loading and copying,
+and test_refusals.py those of errors. What differs by design is at the end, and in docs/proofs.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from meshmuon import Muon
 from tests.support.reference import LR, assert_same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore::meshmuon.RoutingWarning")  # rates here are chosen to move, not to train
+# rates here are chosen to move, not to train
+pytestmark = pytest.mark.filterwarnings("ignore::meshmuon.RoutingWarning")
 
 
 class Adapted(Muon):
@@ -183,7 +184,9 @@ def test_dtypes_beside_each_other(kind: type[Adapted]) -> None:
 
     def made() -> list[nn.Parameter]:
         draw = torch.Generator().manual_seed(3)
-        return [nn.Parameter(torch.randn(shape, generator=draw).to(d)) for d in dtypes for shape in ((4, 6), (5,), (2, 3))]
+        return [
+            nn.Parameter(torch.randn(shape, generator=draw).to(d)) for d in dtypes for shape in ((4, 6), (5,), (2, 3))
+        ]
 
     together, apart = made(), made()
     optimizers = [(kind(together), together), *((kind([param], allow_inactive=True), [param]) for param in apart)]
@@ -227,7 +230,9 @@ def test_state_dict_is_all_there_is(kind: type[Adapted], name: str, names: tuple
 
 
 def nameless(state_dict: dict[str, Any]) -> dict[str, Any]:
-    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in state_dict["param_groups"]]
+    groups = [
+        {key: value for key, value in group.items() if key != "param_names"} for group in state_dict["param_groups"]
+    ]
     return {**state_dict, "param_groups": groups}
 
 
@@ -332,7 +337,9 @@ def test_hooks_of_step(kind: type[Adapted]) -> None:
 @every_class
 @pytest.mark.parametrize("flag", ["foreach", "fused", "capturable", "differentiable"])
 def test_flags_of_torchs_implementations(kind: type[Adapted], flag: str) -> None:
-    """There is one implementation: the flags are no options, and in a group, where trainers put them, they change nothing."""
+    """There is one implementation: the flags are no options, and in a group, where trainers put them, they change
+    nothing.
+    """
     first, second = Problem(), Problem()
     with pytest.raises(TypeError, match=flag):
         kind(first.params, **{flag: True})

@@ -85,9 +85,9 @@ def test_training_a_model_equals_torch_muon_and_adamw() -> None:
 def test_torch_as_shipped_within_its_rounding(rule: str, nesterov: bool) -> None:
     """torch computes in bfloat16, we in float32, so one step's updates differ by torch's rounding error.
 
-    The gradients are fixed, so the momenta agree and the parameters' difference is at most the sum of lr·factor·error over the
-    steps. For these shapes that is under 15 % of one update, less than what a wrong option does: dropping Nesterov changes an
-    update by more than 20 %.
+    The gradients are fixed, so the momenta agree and the parameters' difference is at most the sum of lr·factor·error
+    over the steps. For these shapes that is under 15 % of one update, less than what a wrong option does: dropping
+    Nesterov changes an update by more than 20 %.
     """
     start = make_params((32, 32), (64, 32), (24, 96), (100, 60))
     ours, theirs = copies(start), copies(start)

@@ -32,9 +32,12 @@ _numbers = itertools.count()
 
 
 def muon_over(group: dist.ProcessGroup, scheme: Callable[[Tensor], Tensor]) -> tuple[Muon, nn.Parameter]:
-    """An optimizer over ``group``. Its mesh has a name of its own: of equal ones, torch may give the parameter another."""
+    """An optimizer over ``group``. Its mesh has a name of its own: of equal ones, torch may give the parameter
+    another.
+    """
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"two threads {next(_numbers)}",))
-    weight = nn.Parameter(DTensor.from_local(torch.ones(1, 3, 4), mesh, [Shard(0)], run_check=False))  # one expert per rank
+    # one expert per rank
+    weight = nn.Parameter(DTensor.from_local(torch.ones(1, 3, 4), mesh, [Shard(0)], run_check=False))
     assert weight.device_mesh is mesh
     group_of_params = {"params": [weight], "names": ["experts.weight"], "use_muon": True, "expert_keys": ["experts"]}
     return Muon([group_of_params], scheme=scheme), weight
@@ -59,7 +62,8 @@ def test_steps_overlap_only_over_groups_of_their_own(own_groups: bool) -> None:
 
     def first(matrices: Tensor) -> Tensor:
         inside.set()
-        overlapped.append(other_inside.wait(seconds))  # the other one comes, or must not come before this step has ended
+        # the other one comes, or must not come before this step has ended
+        overlapped.append(other_inside.wait(seconds))
         return matrices
 
     def second(matrices: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""What the tests of the orthogonalisation compare with: published numbers, a Remez of its own, matrices of known spectrum.
+"""What the tests of the orthogonalisation compare with: published numbers, a Remez of its own, matrices of known
+spectrum.
 
-The Polar Express coefficients were computed by other code in float64; ``mp_polar_express`` below is a third computation, in
-800 digits and from the textbook system, without any of the substitutions that ``meshmuon.ortho.remez`` makes.
+The Polar Express coefficients were computed by other code in float64; ``mp_polar_express`` below is a third
+computation, in 800 digits and from the textbook system, without any of the substitutions that ``meshmuon.ortho.remez``
+makes.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class MpQuintic(NamedTuple):
 
 
 def mp_best_quintic(low: mpf, high: mpf) -> tuple[MpQuintic, mpf]:
-    """The minimax quintic for 1 on [low, high] and its error, by the textbook exchange, in the digits of the context."""
+    """The minimax quintic for 1 on [low, high] and its error, by the textbook exchange, in the digits of the
+    context.
+    """
     inner = [low + (high - low) * k / 4 for k in (1, 3)]
     error = mpf(0)
     for _ in range(100):
@@ -161,7 +165,9 @@ def expected(x: Tensor, steps: Sequence[Sequence[float]]) -> Tensor:
 @lru_cache
 def highest(steps: tuple[Triple, ...]) -> float:
     """Largest value of the composed polynomial on [0, 1], up to 1e-6."""
-    grid = torch.cat([torch.logspace(-7, 0, 20001, dtype=torch.float64), torch.linspace(0, 1, 20001, dtype=torch.float64)])
+    grid = torch.cat(
+        [torch.logspace(-7, 0, 20001, dtype=torch.float64), torch.linspace(0, 1, 20001, dtype=torch.float64)]
+    )
     return float(apply_steps(steps, grid).max())
 
 

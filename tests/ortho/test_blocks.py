@@ -69,13 +69,17 @@ GENTLE = Scheme("gentle", (Quintic(1.5, -0.5, 0.0),) * 5, "Newton–Schulz of th
 def test_the_fewest_blocks_that_are_safe(
     scheme: Scheme, float32: tuple[int, ...], float16: tuple[int, ...], bfloat16: tuple[int, ...]
 ) -> None:
-    """Bits depend on them, so all machines must find the same. In 16 bits no other step may share a block with the steepest."""
+    """Bits depend on them, so all machines must find the same. In 16 bits no other step may share a block with the
+    steepest.
+    """
     assert [gram_blocks(scheme, dtype) for dtype in DTYPES] == [float32, bfloat16, float16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_steps_are_planned_with_few_simulations(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are 2³¹ ways to cut 32 steps. At most 150 of each number of blocks, up to four, are tried, and two for the bounds."""
+    """There are 2³¹ ways to cut 32 steps. At most 150 of each number of blocks, up to four, are tried, and two for
+    the bounds.
+    """
     tried: list[tuple[int, ...]] = []
 
     def counting(scheme: Scheme, blocks: tuple[int, ...], noise: float) -> _Outcome:
@@ -120,7 +124,9 @@ def test_the_chosen_cut_deviates_no_more_than_the_standard_form_or_the_polynomia
             x = adversary(kind)
             exact = expected(x, scheme.steps)
             standard = spectral_distance(run(x, scheme, (1,) * 5, dtype), exact)
-            assert spectral_distance(run(x, scheme, gram_blocks(scheme, dtype), dtype), exact) <= max(spread, 1.25 * standard)
+            assert spectral_distance(run(x, scheme, gram_blocks(scheme, dtype), dtype), exact) <= max(
+                spread, 1.25 * standard
+            )
 
 
 def test_one_block_in_bfloat16_is_called_unsafe_and_is() -> None:
@@ -142,14 +148,15 @@ def multiplied_from_the_right(x: Tensor, scheme: Scheme) -> Tensor:
 
 
 def test_the_new_quadratic_is_multiplied_from_the_left() -> None:
-    # On paper the factors commute. With the order reversed, rounding passes through the accumulated factor and the small
-    # singular values beside a large one come out wrong by more than themselves.
+    # On paper the factors commute. With the order reversed, rounding passes through the accumulated factor and the
+    # small singular values beside a large one come out wrong by more than themselves.
     for kind in ("spike2", "spike3", "log"):
         x, exact = adversary(kind), expected(adversary(kind), polar_express().steps)
         result = run(x, polar_express(), (5,), torch.float32)
         if kind != "spike2":
             assert (
-                spectral_distance(result, exact) < spectral_distance(multiplied_from_the_right(x, polar_express()), exact) / 1.5
+                spectral_distance(result, exact)
+                < spectral_distance(multiplied_from_the_right(x, polar_express()), exact) / 1.5
             )
         bound = orthogonalize_error(x, polar_express(), form=(5,))
         assert spectral_distance(result, exact) < bound

@@ -27,7 +27,20 @@ from meshmuon.ortho.kernels.products import BlockedProducts, symmetric_panels
 from .oracle import gaussian
 
 # Tall, wide, around the sizes at which leaves, panels and triangles are cut.
-SHAPES = ((1, 1), (1, 40), (40, 1), (7, 7), (9, 30), (31, 33), (32, 32), (96, 64), (130, 100), (383, 383), (384, 390), (520, 520))
+SHAPES = (
+    (1, 1),
+    (1, 40),
+    (40, 1),
+    (7, 7),
+    (9, 30),
+    (31, 33),
+    (32, 32),
+    (96, 64),
+    (130, 100),
+    (383, 383),
+    (384, 390),
+    (520, 520),
+)
 SCHEMES = (polar_express(), keller(1), polar_express(steps=7), zolotarev(), halley(), hybrid())
 
 

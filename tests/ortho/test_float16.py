@@ -45,7 +45,9 @@ def test_no_scale_and_no_shape_leaves_the_range(
 ) -> None:
     x = gaussian(rows, cols, seed=seed) if kind == "gaussian" else of_kind(kind, rows, cols, seed=seed)
     x = x / float(x.abs().max().clamp(min=1e-30)) * 10.0**exponent
-    assert error(x, scheme, torch.float16, form) < orthogonalize_error(x, SCHEMES[scheme], form=form, dtype=torch.float16)
+    assert error(x, scheme, torch.float16, form) < orthogonalize_error(
+        x, SCHEMES[scheme], form=form, dtype=torch.float16
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,7 +1,7 @@
 """orthogonalize: what it makes of singular values and vectors, at any scale, shape and memory layout.
 
-The oracle is U·f(S/‖S‖)·Vᵀ from ``torch.linalg.svd`` in float64. Distances are spectral norms, so a bound on one bounds the
-error of every singular value and of the subspaces that belong to them.
+The oracle is U·f(S/‖S‖)·Vᵀ from ``torch.linalg.svd`` in float64. Distances are spectral norms, so a bound on one bounds
+the error of every singular value and of the subspaces that belong to them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ by_form = pytest.mark.parametrize("form", FORMS)
 
 def assert_right(x: Tensor, scheme: Scheme, forms: Sequence[str] = FORMS, dtype: torch.dtype | None = None) -> None:
     """The result of every form is as near to the oracle as rounding allows."""
-    wanted = torch.stack([expected(matrix, scheme.steps) for matrix in (x if x.dim() == 3 else x.unsqueeze(0))]).view(x.shape)
+    wanted = torch.stack([expected(matrix, scheme.steps) for matrix in (x if x.dim() == 3 else x.unsqueeze(0))]).view(
+        x.shape
+    )
     for form in forms:
         result = orthogonalize(x, scheme, form=form, dtype=dtype)
         assert result.dtype == x.dtype
@@ -90,7 +92,11 @@ UNEVEN[0, 0], UNEVEN[1, 1], UNEVEN[2, 2] = 1e30, 1e29, 1e-30
         *((gaussian(6, 10) * scale, polar_express(), torch.float32) for scale in (1e-38, 1e-40, 1e-42, 1e-44)),
         *((gaussian(6, 10) * scale, polar_express(), torch.bfloat16) for scale in (1e-38, 1e-40, 1e-42, 1e-44)),
         *((gaussian(6, 10) * scale, polar_express(), torch.float16) for scale in (1e-38, 1e-40)),
-        (torch.stack([gaussian(6, 10, seed=k) * scale for k, scale in enumerate((1.0, 1e-20, 1e20))]), polar_express(), None),
+        (
+            torch.stack([gaussian(6, 10, seed=k) * scale for k, scale in enumerate((1.0, 1e-20, 1e20))]),
+            polar_express(),
+            None,
+        ),
         (UNEVEN, polar_express(), None),
         # Singular values of at least 0.1 of the largest: a rounding of 2^-8 (2^-11) is amplified about ten times.
         *(
@@ -119,7 +125,9 @@ def test_any_shape(rows: int, cols: int, count: int, seed: int) -> None:
 
 @pytest.mark.parametrize(("threads", "one_by_one"), [(1, False), (2, True)])
 @by_form
-@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (8, 8), (16, 64), (33, 17), (64, 64), (65, 129), (390, 400)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 7), (7, 1), (8, 8), (16, 64), (33, 17), (64, 64), (65, 129), (390, 400)], ids=str
+)
 def test_batch_equals_loop_bit_for_bit(shape: tuple[int, int], form: str, threads: int, one_by_one: bool) -> None:
     torch.set_num_threads(threads)  # a fixture puts it back
     x, scheme, products = gaussian(3, *shape), polar_express(), BlockedProducts(one_by_one=one_by_one)
@@ -174,7 +182,8 @@ def test_long_rows_do_not_overflow_in_float16() -> None:
     x, scheme = torch.ones(1, 70_000), polar_express()
     for form in FORMS:
         result = orthogonalize(x, scheme, form=form, dtype=torch.float16)
-        # All entries are alike and are rounded alike, as a single one is. The sum of squares moves 1 by half its own error.
+        # All entries are alike and are rounded alike, as a single one is. The sum of squares moves 1 by half its own
+        # error.
         moved = [scheme(1 + sign * sum_error(70_000, torch.float32) / 2) for sign in (-1, 1)]
         bound = orthogonalize_error(x[:, :1], scheme, form=form, dtype=torch.float16)
         bound += max(abs(value - scheme(1.0)) for value in moved)
@@ -254,9 +263,13 @@ def allocations(function: Any) -> list[int]:
 @pytest.mark.parametrize("scheme", [polar_express(), zolotarev(), halley(), hybrid()], ids=lambda scheme: scheme.name)
 @by_form
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((3, 8, 20), torch.float32), ((3, 20, 8), torch.float64), ((1, 386, 390), torch.float32)], ids=str
+    ("shape", "dtype"),
+    [((3, 8, 20), torch.float32), ((3, 20, 8), torch.float64), ((1, 386, 390), torch.float32)],
+    ids=str,
 )
-def test_a_repeated_call_allocates_nothing(shape: tuple[int, ...], form: str, scheme: Scheme, dtype: torch.dtype) -> None:
+def test_a_repeated_call_allocates_nothing(
+    shape: tuple[int, ...], form: str, scheme: Scheme, dtype: torch.dtype
+) -> None:
     x, workspace = gaussian(*shape, dtype=dtype), Workspace()
     out = torch.empty_like(x)
 
@@ -278,7 +291,9 @@ def test_results_do_not_depend_on_what_the_workspace_held(scheme: Scheme, form: 
         x = gaussian(*shape)
         for flat in workspace._flat.values():
             flat.fill_(math.nan)
-        assert torch.equal(orthogonalize(x, scheme, form=form, workspace=workspace), orthogonalize(x, scheme, form=form))
+        assert torch.equal(
+            orthogonalize(x, scheme, form=form, workspace=workspace), orthogonalize(x, scheme, form=form)
+        )
 
 
 # Precision
@@ -392,12 +407,21 @@ def test_a_callable_gets_misaligned_matrices_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
-        *((torch.zeros(shape), {}, r"takes \(rows, cols\) or \(batch, rows, cols\), got") for shape in ((), (5,), (1, 2, 3, 4))),
+        *(
+            (torch.zeros(shape), {}, r"takes \(rows, cols\) or \(batch, rows, cols\), got")
+            for shape in ((), (5,), (1, 2, 3, 4))
+        ),
         *((torch.zeros(4, 6), {"out": torch.zeros(shape)}, "out has") for shape in ((6, 4), (4, 7), (1, 4, 6), (24,))),
-        *((torch.ones(4, 6, dtype=dtype), {}, "floating point") for dtype in (torch.int64, torch.bool, torch.complex64)),
+        *(
+            (torch.ones(4, 6, dtype=dtype), {}, "floating point")
+            for dtype in (torch.int64, torch.bool, torch.complex64)
+        ),
         (torch.zeros(4, 6), {"form": "fast"}, r"form='fast' is unknown; write one of \('auto', 'standard', 'gram'\)"),
         (torch.zeros(4, 6), {"scheme": "kelle"}, "scheme='kelle' is unknown"),
-        *((torch.zeros(4, 6), {"scheme": scheme}, "takes a scheme, its name or a callable, got a") for scheme in (3, None, {})),
+        *(
+            (torch.zeros(4, 6), {"scheme": scheme}, "takes a scheme, its name or a callable, got a")
+            for scheme in (3, None, {})
+        ),
         (torch.zeros(2, 4, 5), {"scheme": lambda batch: batch[:, :1]}, "it must keep the shape"),
         (torch.zeros(2, 4, 5), {"scheme": lambda batch: None}, "made a NoneType of .*it must keep the shape"),
     ],

@@ -113,7 +113,9 @@ def test_halley_lifts_the_bound_as_high_as_one_pole_can() -> None:
 
 
 def test_the_hybrid_step_is_the_best_one() -> None:
-    """Chebyshev's criterion: error and room for rounding take their largest value 2·poles + 4 times, with alternating sign."""
+    """Chebyshev's criterion: error and room for rounding take their largest value 2·poles + 4 times, with
+    alternating sign.
+    """
     step = HYBRID_STEP.scaled(1 / 0.9965)  # as it was before rounding upwards was allowed for
     grid = [10 ** (-3 * k / 100_000) for k in range(100_001)]
     peaks: list[float] = []
@@ -129,7 +131,9 @@ def test_the_hybrid_step_is_the_best_one() -> None:
     assert max(peaks) == pytest.approx(0.12530023, abs=1e-7)
 
 
-@pytest.mark.parametrize(("scheme", "worst"), [(halley(quintics=1), 0.157), (halley(), 0.0024), (hybrid(), 0.1284)], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "worst"), [(halley(quintics=1), 0.157), (halley(), 0.0024), (hybrid(), 0.1284)], ids=str
+)
 def test_worst_distances_from_one(scheme: Scheme, worst: float) -> None:
     assert max(abs(1 - scheme(10 ** (-3 * k / 3000))) for k in range(3001)) == pytest.approx(worst, rel=0.02)
 
@@ -166,7 +170,9 @@ def gram_of(kind: str, n: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [1, 5, 32, 33, 64, 100, 192, 260, 544])
 def test_inverses_are_those_of_a_matrix_within_rounding(n: int, dtype: torch.dtype) -> None:
-    """Backward error: the result is right for a matrix that differs from R by a few units of its last digit, times √n."""
+    """Backward error: the result is right for a matrix that differs from R by a few units of its last digit, times
+    √n.
+    """
     step, unit = zolotarev_step(1e-3, 3), torch.finfo(dtype).eps / 2
     for kind in ("random", "log", "rank8", "spike3"):
         gram = gram_of(kind, n, dtype)
@@ -174,7 +180,9 @@ def test_inverses_are_those_of_a_matrix_within_rounding(n: int, dtype: torch.dty
         derivative = sum(
             weight / (values.clamp(min=0) + pole) ** 2 for pole, weight in zip(step.poles, step.weights, strict=True)
         )
-        exact = step.constant + sum(weight / (values + pole) for pole, weight in zip(step.poles, step.weights, strict=True))
+        exact = step.constant + sum(
+            weight / (values + pole) for pole, weight in zip(step.poles, step.weights, strict=True)
+        )
         difference = factor_of(gram, step)[0].double() - (vectors * exact) @ vectors.mT
         assert largest_singular_value(difference) <= 4 * math.sqrt(n) * unit * float(derivative.max() + exact.max())
 
@@ -210,7 +218,8 @@ def test_adversarial_spectra_end_where_the_simulation_says(kind: str, scheme: Sc
         result = orthogonalize(x, scheme)
         blocks = choose_blocks(rows, cols, scheme, torch.float32)
         simulated = _simulate(scheme, blocks, torch.finfo(torch.float32).eps / 2).deviation
-        # The simulation rounds each entry of a product once. A BLAS rounds each of its partial sums, in an order of its own.
+        # The simulation rounds each entry of a product once. A BLAS rounds each of its partial sums, in an order of its
+        # own.
         assert spectral_distance(result, expected(x, scheme)) <= 2 * simulated + 1e-4
         assert worst_error(scheme, torch.float32) >= simulated
 
@@ -218,13 +227,16 @@ def test_adversarial_spectra_end_where_the_simulation_says(kind: str, scheme: Sc
 @pytest.mark.parametrize("n", [640, 768])
 @pytest.mark.parametrize("scheme", [zolotarev(), hybrid()], ids=["zolotarev", "hybrid"])
 def test_small_directions_survive_beside_a_large_one(scheme: Scheme, n: int) -> None:
-    """One direction of size 1, all others of 1e-3: the Cholesky factor must subtract the large one before it adds small ones."""
+    """One direction of size 1, all others of 1e-3: the Cholesky factor must subtract the large one before it adds
+    small ones.
+    """
     values = torch.full((n,), 1e-3, dtype=torch.float64)
     values[0] = 1
     x = with_spectrum(values, n, n)
     ended, exact = (torch.linalg.svdvals(update.double()) for update in (orthogonalize(x, scheme), expected(x, scheme)))
     simulated = _simulate(scheme, (1,), torch.finfo(torch.float32).eps / 2).deviation
-    assert float((ended - exact).abs().max()) <= simulated  # about 0.3 of it; 1.6 to 2.4 if all columns are subtracted at once
+    # about 0.3 of it; 1.6 to 2.4 if all columns are subtracted at once
+    assert float((ended - exact).abs().max()) <= simulated
 
 
 @pytest.mark.parametrize("rows", [slice(0, 40), slice(-40, None), slice(17, 18), slice(0, None, 33)], ids=str)
@@ -241,7 +253,9 @@ def test_large_directions_in_a_few_rows_are_no_harder(rows: slice) -> None:
     # Rounding in few rows does not average out: in 60 draws of such matrices it reached 1.5 times what is simulated.
     assert spectral_distance(rational, expected(x, zolotarev())) <= 3 * simulated
     polynomial = orthogonalize(x, polar_express(), form="gram")
-    farthest, allowed = (float((torch.linalg.svdvals(update.double()) - 1).abs().max()) for update in (rational, polynomial))
+    farthest, allowed = (
+        float((torch.linalg.svdvals(update.double()) - 1).abs().max()) for update in (rational, polynomial)
+    )
     assert farthest <= allowed
 
 

@@ -22,7 +22,9 @@ KELLER = (3.4445, -4.7750, 2.0315)
 
 
 def grid() -> Tensor:
-    return torch.cat([torch.logspace(-3, 0, 40001, dtype=torch.float64), torch.linspace(1e-3, 1, 40001, dtype=torch.float64)])
+    return torch.cat(
+        [torch.logspace(-3, 0, 40001, dtype=torch.float64), torch.linspace(1e-3, 1, 40001, dtype=torch.float64)]
+    )
 
 
 @pytest.mark.parametrize(("safety", "cushion"), FACTORS)
@@ -60,10 +62,14 @@ def test_worst_error_of_the_composition(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [5, 6, 8, 10])
 def test_safety_stretches_every_step_but_the_last(steps: int) -> None:
-    # A singular value that rounding pushed 1 % above its interval still converges, and the last step is the best quintic.
+    # A singular value that rounding pushed 1 % above its interval still converges, and the last step is the best
+    # quintic.
     scheme = polar_express(1e-3, steps, 0.01, 0.0)
     values = apply_steps(scheme.steps[:-1], 1.01 * grid())
-    assert float(values.max()) <= 2 - float(apply_steps(scheme.steps[:-1], torch.tensor(1e-3, dtype=torch.float64))) + 1e-12
+    assert (
+        float(values.max())
+        <= 2 - float(apply_steps(scheme.steps[:-1], torch.tensor(1e-3, dtype=torch.float64))) + 1e-12
+    )
     last = scheme.steps[-1]
     assert last == pytest.approx(mp_polar_express(steps, 0.01, 0.0)[0][-1], rel=1e-12)
 
@@ -118,10 +124,14 @@ def test_names_give_as_many_steps_as_asked_for(steps: int) -> None:
 @pytest.mark.parametrize(
     ("given", "steps"),
     [
-        *((triple, (KELLER,) * 4) for triple in (KELLER, list(KELLER), [KELLER], (KELLER,), [list(KELLER)])),  # it is repeated
+        # it is repeated
+        *((triple, (KELLER,) * 4) for triple in (KELLER, list(KELLER), [KELLER], (KELLER,), [list(KELLER)])),
         (torch.tensor([KELLER], dtype=torch.float64), (KELLER,) * 4),
         ((2, -1, 0), ((2.0, -1.0, 0.0),) * 4),
-        ([[3, -3, 1], [2, -2, 1], [1.5, -0.5, 0], KELLER], ((3.0, -3.0, 1.0), (2.0, -2.0, 1.0), (1.5, -0.5, 0.0), KELLER)),
+        (
+            [[3, -3, 1], [2, -2, 1], [1.5, -0.5, 0], KELLER],
+            ((3.0, -3.0, 1.0), (2.0, -2.0, 1.0), (1.5, -0.5, 0.0), KELLER),
+        ),
     ],
     ids=str,
 )
@@ -144,7 +154,11 @@ def test_a_scheme_and_a_callable_are_left_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("scheme", "steps", "message"),
     [
-        ("chebyshev", 5, r"'chebyshev' is unknown. Write one of .'auto', 'halley', 'hybrid', .*, a list of \(a, b, c\)"),
+        (
+            "chebyshev",
+            5,
+            r"'chebyshev' is unknown. Write one of .'auto', 'halley', 'hybrid', .*, a list of \(a, b, c\)",
+        ),
         ([(1, 2, 3), (1, 2, 3)], 5, r"the scheme has 2 steps but ns_steps=5. Pass ns_steps=2."),
         (keller(3), 5, r"the scheme has 3 steps but ns_steps=5. Pass ns_steps=3."),
         ([], 5, r"the scheme has 0 steps but ns_steps=5"),
@@ -173,9 +187,15 @@ def test_unusable_numbers_of_steps_are_refused(scheme: Any, steps: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(({"l": low}, rf"polar_express: l={low} is outside \(0, 1\).*use 1e-3") for low in (0.0, 1.0, -1e-3, 2.0, float("nan"))),
+        *(
+            ({"l": low}, rf"polar_express: l={low} is outside \(0, 1\).*use 1e-3")
+            for low in (0.0, 1.0, -1e-3, 2.0, float("nan"))
+        ),
         *(({"safety": value}, rf"safety={value} and cushion=0.02 must be in \[0, 1\)") for value in (-0.01, 1.0)),
-        *(({"cushion": value}, rf"safety=0.01 and cushion={value} must be in .*use 0.01 and 0.02") for value in (-0.1, 1.0)),
+        *(
+            ({"cushion": value}, rf"safety=0.01 and cushion={value} must be in .*use 0.01 and 0.02")
+            for value in (-0.1, 1.0)
+        ),
     ],
 )
 def test_options_outside_their_range_are_refused(options: dict[str, float], message: str) -> None:

@@ -69,7 +69,8 @@ def test_reserved_scratch_is_counted_and_never_grows(
         numbers = workspace.bytes() - shape[0] * scratch_bytes(*shape[1:], scheme.steps, dtype, result_dtype)
         takes_all = form == "gram" and max(blocks_for(*shape[1:], scheme, form=form, dtype=dtype)) > 1
         assert numbers <= 4 * 8 * shape[0]  # a few single numbers per matrix
-        assert numbers >= 0 or not takes_all or shape[0] > 1  # the matrices of a batch take turns in the buffers of inverses
+        # the matrices of a batch take turns in the buffers of inverses
+        assert numbers >= 0 or not takes_all or shape[0] > 1
         before = {key: flat.data_ptr() for key, flat in workspace._flat.items()}
         orthogonalize(x, scheme, form=form, dtype=dtype, out=x, workspace=workspace)
         assert {key: flat.data_ptr() for key, flat in workspace._flat.items()} == before

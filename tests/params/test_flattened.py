@@ -1,4 +1,6 @@
-"""Weights that a wrapper has flattened are refused by name, with the way to go on; nothing is handed to AdamW instead."""
+"""Weights that a wrapper has flattened are refused by name, with the way to go on; nothing is handed to AdamW
+instead.
+"""
 
 from __future__ import annotations
 

@@ -16,4 +16,6 @@ def test_predicted_rms_is_that_of_a_real_update(rule: str, rows: int, cols: int)
     grad = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
     update = orthogonalize(grad, polar_express(steps=10))
     measured = lr_factor(rule, rows, cols) * update.square().mean().sqrt().item()
-    assert update_rms(rule, rows, cols) == pytest.approx(measured, rel=orthogonalize_error(grad, polar_express(steps=10)))
+    assert update_rms(rule, rows, cols) == pytest.approx(
+        measured, rel=orthogonalize_error(grad, polar_express(steps=10))
+    )

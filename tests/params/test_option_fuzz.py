@@ -1,7 +1,8 @@
-"""Every option against every kind of value: what is wrong is refused by name before anything is written, what is right works.
+"""Every option against every kind of value: what is wrong is refused by name before anything is written, what is right
+works.
 
-The oracle says of each value whether an option takes it, and is written apart from the checks themselves, so that the test fails
-both ways: for a wrong value that passes and for a right one that is refused.
+The oracle says of each value whether an option takes it, and is written apart from the checks themselves, so that the
+test fails both ways: for a wrong value that passes and for a right one that is refused.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "comm_dtype": dtypes_on_the_wire,
     "replica_group": lambda value: value is None,
     "cost_model": lambda value: value is None,
-    "adamw_lr": lambda value: value is None or within(0, LARGEST, scale=10.0)(value),  # AdamW's first step divides by 1 − beta1
+    # AdamW's first step divides by 1 − beta1
+    "adamw_lr": lambda value: value is None or within(0, LARGEST, scale=10.0)(value),
     "metrics": lambda value: value is None or (type(value) is int and value >= 1),
     "kernels": choice("auto", "triton", "torch"),  # quack is not installed
     "clip_config": lambda value: value is None or (isinstance(value, Mapping) and not value),
@@ -403,7 +405,10 @@ MODEL = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
         ({"model": list(MODEL.parameters())}, "model"),
         ({"model": MODEL.state_dict()}, "model"),
         *(({"is_muon_func": value}, "is_muon_func") for value in (5, "x", True, fails, lambda name: True)),
-        *(({"expert_keys": value}, "expert_keys") for value in (1, "experts", [""], [1], b"x", iter(["a"]), {"a": 1}, True)),
+        *(
+            ({"expert_keys": value}, "expert_keys")
+            for value in (1, "experts", [""], [1], b"x", iter(["a"]), {"a": 1}, True)
+        ),
         *(({"conv": value}, "conv") for value in ("unfold", 1, True, ["flatten"], np.array(["flatten"]))),
     ],
 )
@@ -437,7 +442,8 @@ def test_thresholds(clip_config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [np.float64(0.25), np.float32(0.25), Fraction(1, 4), torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)]
+    "number",
+    [np.float64(0.25), np.float32(0.25), Fraction(1, 4), torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)],
 )
 def test_odd_numbers_mean_their_value(number: Any) -> None:
     """Training has the same bits as with the plain number, and so has what is stored of it."""
@@ -478,7 +484,9 @@ class Raises:
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("clip_config", [Raises(), {"head_dim": 4, "threshold": Raises()}], ids=["threshold", "all of it"])
+@pytest.mark.parametrize(
+    "clip_config", [Raises(), {"head_dim": 4, "threshold": Raises()}], ids=["threshold", "all of it"]
+)
 def test_what_cannot_be_shown(clip_config: Any) -> None:
     with refused("clip_config", "what fails whenever it is looked at"):
         build(make_params(MATRIX, VECTOR), clip_config=clip_config)
@@ -487,7 +495,9 @@ def test_what_cannot_be_shown(clip_config: Any) -> None:
 def odd_params(rng: random.Random) -> Any:
     """A parameter as nobody should have it, or something that is none."""
     weight = nn.Parameter(torch.ones(4, 6))
-    values: dict[torch.dtype, Tensor] = {dtype: torch.ones(4, 6, dtype=dtype) for dtype in (torch.complex64, torch.float8_e4m3fn)}
+    values: dict[torch.dtype, Tensor] = {
+        dtype: torch.ones(4, 6, dtype=dtype) for dtype in (torch.complex64, torch.float8_e4m3fn)
+    }
     shaped = [(3,), (), (2, 3, 4), (2, 3, 4, 4), (0, 6)]
     return rng.choice(
         [
@@ -506,7 +516,9 @@ def odd_group(rng: random.Random, options: list[str]) -> Any:
     """A param group with a few things wrong, or something that is none."""
     params: Any = [odd_params(rng) for _ in range(rng.random() < 0.3)] + [nn.Parameter(torch.ones(4, 6))]
     if rng.random() < 0.1:
-        params = rng.choice([iter(params), tuple(params), params * 2, params[-1], {"a": params[-1]}, *rng.sample(VALUES, 2)])
+        params = rng.choice(
+            [iter(params), tuple(params), params * 2, params[-1], {"a": params[-1]}, *rng.sample(VALUES, 2)]
+        )
     written: Any = {"params": params, "use_muon": rng.random() < 0.7}
     changes: dict[Any, list[Any]] = {
         "names": [["a"], ["a", "a"], ["a", "b"], ["b", "a"], ["group1.param0"], [Raises()], iter(["a"]), *VALUES],
@@ -544,7 +556,9 @@ def odd_call(rng: random.Random) -> str:
         lambda: muon_for(model, **given),
         lambda: build(make_params(MATRIX, VECTOR)).add_param_group(groups[0]),
         lambda: Muon(
-            get_default_muon_param_groups(model, **{key: value for key, value in given.items() if key in ("conv", "split")})
+            get_default_muon_param_groups(
+                model, **{key: value for key, value in given.items() if key in ("conv", "split")}
+            )
         ),
     ]
     try:

@@ -1,4 +1,6 @@
-"""The table of options: signature, types, help and docs follow it, and an option that is added to it works everywhere."""
+"""The table of options: signature, types, help and docs follow it, and an option that is added to it works
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def literals(hint: Any) -> set[Any]:
     return {choice for part in get_args(hint) if get_origin(hint) in (Union, UnionType) for choice in literals(part)}
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if isinstance(option.default, str) or option.name == "conv"])
+@pytest.mark.parametrize(
+    "option", [option for option in OPTIONS if isinstance(option.default, str) or option.name == "conv"]
+)
 def test_the_types_name_the_choices_that_are_accepted(option: Option) -> None:
     """What editors complete is what the check accepts: the error lists the same names."""
     choices = literals(eval(Muon.__init__.__annotations__[option.name], vars(muon_module)))
@@ -139,7 +143,11 @@ def test_older_names_warn_once_of_what_they_mean() -> None:
     assert set(arguments._MISLEADING) == {alias for option in ALIASED for alias in option.aliases}
     for name, value, text in (
         ("warmup_step", 500, r"warmup_step=500 .*waves.* does not warm up the lr\. Its clear name is waves_ahead"),
-        ("use_distributed_muon", True, "use_distributed_muon=True .*slow reference path.* clear name is reference_path"),
+        (
+            "use_distributed_muon",
+            True,
+            "use_distributed_muon=True .*slow reference path.* clear name is reference_path",
+        ),
     ):
         with pytest.warns(OptionNameWarning, match=text) as caught:
             muon(make_params((3, 4)), **{name: value})
@@ -194,11 +202,15 @@ def test_what_is_no_option(build: Any, name: str, hint: str) -> None:
 def test_torch_s_names_of_adamw_s_options() -> None:
     matrix, vector = make_params((3, 4), (5,))
     groups = [group([matrix]), group([vector], use_muon=False, prefix="norms")]
-    for options in ({"betas": (0.5, 0.75), "eps": 1e-3}, {"adamw_betas": (0.5, 0.75), "adamw_eps": 1e-3, "betas": [0.5, 0.75]}):
+    for options in (
+        {"betas": (0.5, 0.75), "eps": 1e-3},
+        {"adamw_betas": (0.5, 0.75), "adamw_eps": 1e-3, "betas": [0.5, 0.75]},
+    ):
         for optimizer in (Muon(groups, **options), Muon([groups[0], {**groups[1], **options}])):
             found = optimizer.param_groups[1]
             assert (tuple(found["adamw_betas"]), found["adamw_eps"]) == ((0.5, 0.75), 1e-3)
-    Muon([{**groups[0], "betas": "unused", "fused": True}], betas=(0.5, 0.75))  # keys that a group does not use are kept
+    # keys that a group does not use are kept
+    Muon([{**groups[0], "betas": "unused", "fused": True}], betas=(0.5, 0.75))
 
 
 @pytest.mark.parametrize(("name", "one", "other"), [("betas", (0.5, 0.75), (0.5, 0.76)), ("eps", 1e-3, 1e-4)])

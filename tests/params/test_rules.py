@@ -35,7 +35,8 @@ SHAPES = [(6, 4), (4, 6), (5, 5), (1, 7), (7, 1)]
 LR, DECAY, MU = 0.01, 0.5, 0.9
 NANOCHAT = ["muoneq", "muon_plus", "normuon"]
 LISTS = [NANOCHAT, NANOCHAT[:2], NANOCHAT[::2], ["muoneq", "normuon", "muon_plus"]]
-SCALING = ["hyperball", ["normuon", "hyperball"], "update_floor", ["update_floor", "muoneq"]]  # the first two are never cautious
+# the first two are never cautious
+SCALING = ["hyperball", ["normuon", "hyperball"], "update_floor", ["update_floor", "muoneq"]]
 EXACT = polar_express(steps=12)  # the polar factor itself
 
 
@@ -65,10 +66,16 @@ class Reference:
             norm = update.norm(dim=1, keepdim=True)
             update = update / torch.where(norm > 0, norm, torch.ones_like(norm))
         left, values, right = torch.linalg.svd(update, full_matrices=False)
-        found = left[:, values > 1e-9 * values.max()] @ right[values > 1e-9 * values.max()] if values.max() > 0 else 0 * update
+        found = (
+            left[:, values > 1e-9 * values.max()] @ right[values > 1e-9 * values.max()]
+            if values.max() > 0
+            else 0 * update
+        )
         for rule in self.rules:
             if rule == "normuon":
-                self.v = self.beta2 * self.v + (1 - self.beta2) * (found**2).mean(dim=0 if self.per_column else 1, keepdim=True)
+                self.v = self.beta2 * self.v + (1 - self.beta2) * (found**2).mean(
+                    dim=0 if self.per_column else 1, keepdim=True
+                )
                 even = torch.where(self.v > 0, found / self.v.sqrt(), 0 * found)
                 found = even * found.norm() / even.norm() if even.norm() > 0 else even
             elif rule == "muon_plus" and found.norm() > 0:
@@ -99,14 +106,23 @@ def draw(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def optimizer_for(params: list[nn.Parameter], **options: Any) -> Muon:
     groups = [{"params": params, "names": [f"{k}.experts" for k in range(len(params))], "use_muon": True}]
-    more = {"scheme": EXACT, "ns_steps": 12, "expert_keys": ["experts"], "weight_decay": DECAY, "momentum": MU, "lr": LR}
+    more = {
+        "scheme": EXACT,
+        "ns_steps": 12,
+        "expert_keys": ["experts"],
+        "weight_decay": DECAY,
+        "momentum": MU,
+        "lr": LR,
+    }
     return Muon(groups, **{**more, **options})
 
 
 ALL = [*SCALING, "plain", "normuon", "muon_plus", "muoneq", *LISTS]
 
 
-@pytest.mark.parametrize(("rule", "cautious"), [*((rule, False) for rule in ALL), *((rule, True) for rule in ALL[2:])], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "cautious"), [*((rule, False) for rule in ALL), *((rule, True) for rule in ALL[2:])], ids=str
+)
 @pytest.mark.parametrize("maximize", [False, True])
 def test_against_the_formula(rule: Any, cautious: bool, maximize: bool) -> None:
     scales = 1.0, 0.3, 3.0, 0.5, 0.4  # 0.2·√(mn) over the norm of the weight is below 0.35 for some of them
@@ -123,7 +139,9 @@ def test_against_the_formula(rule: Any, cautious: bool, maximize: bool) -> None:
         bound = moved_bound(start.pop(0), one.weight, 5)
         torch.testing.assert_close(param.detach(), one.weight, rtol=0, atol=bound)
         if "normuon" in rule:  # means of squares of a row of the update, each below 1
-            bound = 10 * orthogonalize_error(param.grad if param.grad is not None else draw(tuple(param.shape), 1), EXACT)
+            bound = 10 * orthogonalize_error(
+                param.grad if param.grad is not None else draw(tuple(param.shape), 1), EXACT
+            )
             torch.testing.assert_close(optimizer.state[param]["rule_memory"], one.v, rtol=0, atol=bound)
         else:
             assert "rule_memory" not in optimizer.state[param]
@@ -179,7 +197,9 @@ def test_experts_filters_and_parts_are_matrices_of_their_own(rule: Any) -> None:
         fused.grad = draw((10, 4), 30 + step)
         parts[0].grad, parts[1].grad = (grad.clone() for grad in fused.grad.split([3, 7]))
         optimizer.step()
-    torch.testing.assert_close(flipped.detach().mT, upright.detach(), rtol=0, atol=moved_bound(experts, upright.detach(), 3))
+    torch.testing.assert_close(
+        flipped.detach().mT, upright.detach(), rtol=0, atol=moved_bound(experts, upright.detach(), 3)
+    )
     assert torch.equal(filters.detach().flatten(1), flat.detach())
     assert torch.equal(fused.detach(), torch.cat([part.detach() for part in parts]))
     if "normuon" in str(rule):
@@ -192,7 +212,10 @@ def test_experts_filters_and_parts_are_matrices_of_their_own(rule: Any) -> None:
 def test_zero_tiny_and_huge_gradients(rule: Any, scale: float) -> None:
     """Also a matrix with one row of zeros."""
     param, usual = nn.Parameter(draw((4, 6), 0).float()), nn.Parameter(draw((4, 6), 0).float())
-    optimizer, other = optimizer_for([param], rule=rule, weight_decay=0.0), optimizer_for([usual], rule=rule, weight_decay=0.0)
+    optimizer, other = (
+        optimizer_for([param], rule=rule, weight_decay=0.0),
+        optimizer_for([usual], rule=rule, weight_decay=0.0),
+    )
     for step in range(3):
         grad = draw((4, 6), step + 1).float()
         grad[2] = 0
@@ -351,7 +374,9 @@ def stepped(rule: Any, steps: int = 1) -> tuple[nn.Parameter, Muon]:
 
 
 def test_a_list_of_rules_is_applied_in_its_order() -> None:
-    """Both before and after: first doubled and then moved is not first moved and then doubled. Each sees its own memory only."""
+    """Both before and after: first doubled and then moved is not first moved and then doubled. Each sees its own
+    memory only.
+    """
     double, move = Linear(2.0, 0.0), Linear(1.0, 1.0, keeps=True)
     together, optimizer = stepped([double, move])
     assert torch.equal(together, stepped(Linear(2.0, 1.0))[0])
@@ -426,7 +451,9 @@ class Returns(Seen):
         return cast(tuple[Tensor, Tensor], self.what)
 
 
-@pytest.mark.parametrize("what", [None, torch.ones(1), (1.0, 0.5), (torch.ones(1), torch.ones(7)), (torch.ones(1),) * 3], ids=str)
+@pytest.mark.parametrize(
+    "what", [None, torch.ones(1), (1.0, 0.5), (torch.ones(1), torch.ones(7)), (torch.ones(1),) * 3], ids=str
+)
 def test_refuses_factors_that_are_not_two_numbers_per_matrix(what: Any) -> None:
     param = nn.Parameter(draw((6, 4), 0))
     param.grad = draw((6, 4), 1)
@@ -463,7 +490,9 @@ def test_hyperball_keeps_the_norm(dtype: torch.dtype) -> None:
     start = draw((24, 32), 0) * 0.1
     param, rms = nn.Parameter(start.to(dtype)), float(start.square().mean().sqrt())
     rounding = "stochastic" if dtype == torch.bfloat16 else "nearest"
-    optimizer = optimizer_for([param], rule=Hyperball(rms=rms), lr=0.003, rounding=rounding, scheme="keller", ns_steps=5)
+    optimizer = optimizer_for(
+        [param], rule=Hyperball(rms=rms), lr=0.003, rounding=rounding, scheme="keller", ns_steps=5
+    )
     for step in range(100):
         before, param.grad = param.detach().double(), draw((24, 32), step).to(dtype)
         optimizer.step()
@@ -474,7 +503,9 @@ def test_hyperball_keeps_the_norm(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "rules", [[UpdateFloor(9.0), Hyperball(rms=3.0)], [Returns([], (torch.ones(1), torch.ones(1)))]], ids=["built in", "own"]
+    "rules",
+    [[UpdateFloor(9.0), Hyperball(rms=3.0)], [Returns([], (torch.ones(1), torch.ones(1)))]],
+    ids=["built in", "own"],
 )
 def test_an_lr_of_zero_changes_nothing(rules: list[Any]) -> None:
     param = nn.Parameter(draw((6, 4), 0))
@@ -490,12 +521,16 @@ def test_hyperball_refuses_zeros_unless_it_is_told_a_norm() -> None:
     param = nn.Parameter(experts)
     param.grad = draw((3, 4, 6), 1)
     optimizer = optimizer_for([param], rule="hyperball")
-    with pytest.raises(ConfigError, match=r"0\.experts: Hyperball keeps the norm of a weight, and here is a matrix of zeros"):
+    with pytest.raises(
+        ConfigError, match=r"0\.experts: Hyperball keeps the norm of a weight, and here is a matrix of zeros"
+    ):
         optimizer.step()
     assert not optimizer.state[param]
     optimizer.param_groups[0]["rule"] = Hyperball(rms=0.5)
     optimizer.step()
-    torch.testing.assert_close(param.detach().flatten(1).norm(dim=1), torch.full((3,), 0.5 * 24**0.5, dtype=torch.float64))
+    torch.testing.assert_close(
+        param.detach().flatten(1).norm(dim=1), torch.full((3,), 0.5 * 24**0.5, dtype=torch.float64)
+    )
     assert "group 0: Hyperball moves each matrix by 0.01 of its norm a step" in str(optimizer.routing_table())
     with pytest.raises(ConfigError, match="Hyperball keeps the norm of a weight and takes no weight decay"):
         optimizer_for([param], rule=["normuon", "hyperball"], cautious_weight_decay=True)
@@ -601,7 +636,10 @@ def test_states_of_lists_and_older_ones_load() -> None:
         (["muoneq", "muon"], "rule='muon' is unknown"),
         (["muoneq", 3], "rule=3 must be one of"),
         (["muoneq", NorMuon], "must be one of"),
-        ([NorMuon(0.9), "muoneq", "normuon"], "two rules would keep their numbers under the key 'rule_memory' of the state"),
+        (
+            [NorMuon(0.9), "muoneq", "normuon"],
+            "two rules would keep their numbers under the key 'rule_memory' of the state",
+        ),
         ({"muoneq"}, "must be one of"),
     ],
 )

@@ -53,7 +53,9 @@ MODELS = {
         2048,
     ),
     # 60 layers of 512 experts of 3 × 4096 × 1024: 387 billion expert weights.
-    "397B-class": Model(attention(60, (8192, 4096), (512, 4096), (512, 4096), (4096, 8192), (512, 4096)), 60, 512, 4096, 1024),
+    "397B-class": Model(
+        attention(60, (8192, 4096), (512, 4096), (512, 4096), (4096, 8192), (512, 4096)), 60, 512, 4096, 1024
+    ),
 }
 
 
@@ -63,9 +65,13 @@ def flops(rows: int, cols: int) -> int:
 
 
 def expert_layout(shape: tuple[int, int, int], ranks: int, ep: int) -> Layout:
-    """As torchtitan does it: the expert dim over ep, then FSDP on the same dim, or on the rows if experts are too few."""
+    """As torchtitan does it: the expert dim over ep, then FSDP on the same dim, or on the rows if experts are too
+    few.
+    """
     mesh = Mesh((ranks // ep, ep), tuple(range(ranks)))
-    inner: Placement = Sharded(0, ep) if ranks <= shape[0] and ep > 1 else Sharded(0) if ranks <= shape[0] else Sharded(1)
+    inner: Placement = (
+        Sharded(0, ep) if ranks <= shape[0] and ep > 1 else Sharded(0) if ranks <= shape[0] else Sharded(1)
+    )
     return Layout(shape, mesh, (inner, Sharded(0)))
 
 

@@ -22,7 +22,10 @@ chunks = st.one_of(st.just(-1), st.integers(1, 9))
 
 def positions(batches: tuple[Batch, ...]) -> list[tuple[int, int]]:
     return [
-        (item_range.item, k) for batch in batches for item_range in batch.slices for k in range(item_range.start, item_range.stop)
+        (item_range.item, k)
+        for batch in batches
+        for item_range in batch.slices
+        for k in range(item_range.start, item_range.stop)
     ]
 
 

@@ -1,4 +1,6 @@
-"""Plans that are chosen by their predicted step: never slower than the usual one, within memory, the same on every rank."""
+"""Plans that are chosen by their predicted step: never slower than the usual one, within memory, the same on every
+rank.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def test_a_replica_that_is_forgotten() -> None:
     plan = make_plan([hsdp], options_for(replicas="repeat"))
     with pytest.raises(PlanError, match="computes it for 2"):
         replace(plan, tasks=plan.tasks[:1])
-    with pytest.raises(PlanError, match="matrix 0 has 4 holders"):  # one replica twice has as many holders as two replicas
+    # one replica twice has as many holders as two replicas
+    with pytest.raises(PlanError, match="matrix 0 has 4 holders"):
         replace(plan, tasks=(plan.tasks[0], plan.tasks[0]))
 
 

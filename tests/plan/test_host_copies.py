@@ -20,7 +20,9 @@ def test_each_holder_copies_what_it_holds_twice() -> None:
     plan = make_plan([entry("p", (6, 5), staged=True)], options_for(cost=COST))
     assert plan.bytes_copied == {0: 40, 1: 40, 2: 40, 3: 0}
     owner = plan.tasks[0].owner
-    assert plan.loads == {rank: 10.0 * copied + (1000 if rank == owner else 0) for rank, copied in plan.bytes_copied.items()}
+    assert plan.loads == {
+        rank: 10.0 * copied + (1000 if rank == owner else 0) for rank, copied in plan.bytes_copied.items()
+    }
     assert not any(make_plan([entry("p", (6, 5))], options_for(cost=COST)).bytes_copied.values())
 
 
@@ -31,7 +33,12 @@ def test_ranks_that_copy_less_own_more() -> None:
     assert make_plan(params, options_for(cost=free)).computed[3] == 1
     dear = replace(COST, host_flops_per_byte=1e4)
     assert make_plan(params, options_for(cost=dear)).computed[3] == 4
-    assert make_plan([replace(params[0], staged=False), *params[1:]], options_for(cost=dear)).computed == {0: 2, 1: 1, 2: 1, 3: 1}
+    assert make_plan([replace(params[0], staged=False), *params[1:]], options_for(cost=dear)).computed == {
+        0: 2,
+        1: 1,
+        2: 1,
+        3: 1,
+    }
 
 
 def test_local_matrices_are_copied_as_well() -> None:

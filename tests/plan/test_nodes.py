@@ -1,4 +1,6 @@
-"""Plans on several nodes: fewer bytes between nodes at no higher load, replicas and waves by the links, one node as before."""
+"""Plans on several nodes: fewer bytes between nodes at no higher load, replicas and waves by the links, one node as
+before.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,8 @@ def test_equal_loads_go_to_the_node_that_holds_most() -> None:
     assert [task.owner for task in before.tasks] == [0, 1, 2, 3]
     assert sorted(task.owner for task in after.tasks) == [2, 3, 4, 5]
     assert max(after.flops.values()) == max(before.flops.values())
-    assert sum(after.bytes_between.values()) == 4 * 2 * 2 * 6 * 4  # matrices · (gather, scatter) · bytes · rows · columns
+    # matrices · (gather, scatter) · bytes · rows · columns
+    assert sum(after.bytes_between.values()) == 4 * 2 * 2 * 6 * 4
     assert sum(counted_between(before, nodes).values()) == (2 * 12 + 2 * 6) * 2 * 2 * 4
 
 
@@ -163,7 +166,10 @@ def test_bytes_between_nodes_have_their_own_price() -> None:
 
 def test_models_of_one_tier_read_as_before() -> None:
     assert repr(CostModel(1.0, 2.0)) == "CostModel(flops_per_byte=1.0, flops_per_exchange=2.0)"
-    assert repr(CostModel(1.0, 2.0, 3.0)) == "CostModel(flops_per_byte=1.0, flops_per_exchange=2.0, between_flops_per_byte=3.0)"
+    assert (
+        repr(CostModel(1.0, 2.0, 3.0))
+        == "CostModel(flops_per_byte=1.0, flops_per_exchange=2.0, between_flops_per_byte=3.0)"
+    )
     several = cost_model_for("cuda", several_nodes=True)
     assert several.per_byte_between == cost_model_for("cuda").flops_per_byte
     assert cost_model_for("cpu", several_nodes=True) == cost_model_for("cpu")

@@ -21,14 +21,16 @@ Shapes = list[tuple[int, int]]
 _DEEPSEEK: Shapes = [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)]
 MODELS: dict[str, Shapes] = {
     "GPT-2 small": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
-    "Llama-3 8B": [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32,
+    "Llama-3 8B": [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+    * 32,
     "Qwen3-30B-A3B, dense part": [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096), (128, 2048)] * 48,
     "DeepSeek-V3, dense part": _DEEPSEEK * 61
     + [(18432, 7168), (18432, 7168), (7168, 18432)] * 3
     + [(2048, 7168), (2048, 7168), (7168, 2048)] * 58,
 }
 RANKS = (8, 64, 128, 512, 2048)
-# Some matrices are so large that no whole number of them on each rank is near the mean; ``lightest_possible`` proves it.
+# Some matrices are so large that no whole number of them on each rank is near the mean; ``lightest_possible`` proves
+# it.
 IMPOSSIBLE = {("Llama-3 8B", 64), ("Qwen3-30B-A3B, dense part", 64), ("DeepSeek-V3, dense part", 64)}
 
 
@@ -109,7 +111,9 @@ def test_longest_first_is_near_the_best(costs: list[int], ranks: int) -> None:
 
 def spread_on(*ranks: int) -> ShardedMatrix:
     """A matrix with one row on each of ``ranks``."""
-    return ShardedMatrix(len(ranks), 2, tuple(Piece(((k, k + 1),), ((0, 2),), (rank,)) for k, rank in enumerate(ranks)), 1)
+    return ShardedMatrix(
+        len(ranks), 2, tuple(Piece(((k, k + 1),), ((0, 2),), (rank,)) for k, rank in enumerate(ranks)), 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,17 @@ def test_every_holder_gets_every_matrix_from_one_task(plan: Plan) -> None:
     assert {task.wave for task in plan.tasks} - {NO_WAVE} == set(range(len(plan.wave_lanes)))
     for task in plan.tasks:
         assert (task.wave == NO_WAVE) == (task.owner == EVERY_HOLDER)
-        assert task.sharded.whole if task.wave == NO_WAVE else plan.wave_lanes[task.wave] == plan.params[task.param].lane
+        assert (
+            task.sharded.whole if task.wave == NO_WAVE else plan.wave_lanes[task.wave] == plan.params[task.param].lane
+        )
 
 
 @settings(max_examples=60)
 @given(plans)
 def test_both_ends_of_every_pair_list_the_same(plan: Plan) -> None:
-    """For each wave and each pair of ranks: the same tasks, the same pieces, in the same order; otherwise buffers mix up."""
+    """For each wave and each pair of ranks: the same tasks, the same pieces, in the same order; otherwise buffers
+    mix up.
+    """
     routes = {rank: routes_of(plan, rank) for rank in plan.ranks}
     for wave in range(len(plan.wave_lanes)):
         for out, into in (("gather_out", "gather_in"), ("scatter_out", "scatter_in")):
@@ -61,7 +65,8 @@ def test_both_ends_of_every_pair_list_the_same(plan: Plan) -> None:
             received: dict[tuple[int, int], list[PieceTransfer]] = {}
             for rank in plan.ranks:
                 sends, receives = (getattr(routes[rank][wave], way) for way in (out, into))
-                assert [send.target for send in sends] == sorted(send.target for send in sends)  # as an exchange wants them
+                # as an exchange wants them
+                assert [send.target for send in sends] == sorted(send.target for send in sends)
                 assert [send.source for send in receives] == sorted(send.source for send in receives)
                 for send in sends:
                     assert send.source == rank
@@ -93,7 +98,8 @@ def test_what_arrives_is_the_whole_matrix_and_goes_back_to_all(plan: Plan) -> No
     assert sorted(arrived) == sorted(returned) == moving
     for k in moving:
         sharded = plan.tasks[k].sharded
-        assert sorted(map(repr, (send.piece for send in arrived[k]))) == sorted(map(repr, sharded.pieces))  # each piece once
+        # each piece once
+        assert sorted(map(repr, (send.piece for send in arrived[k]))) == sorted(map(repr, sharded.pieces))
         assert all(send.source in send.piece.holders for send in arrived[k])
         assert len({sharded.holdings[send.source][1] for send in arrived[k]}) == 1  # from one replica, the owner's
         assert sorted(send.target for send in returned[k]) == sorted(sharded.holdings)
@@ -118,7 +124,9 @@ def test_share_has_one_owner_per_matrix(seed: int) -> None:
     plan = random_plan(seed, "share")
     found = Counter((task.param, task.matrix) for task in plan.tasks)
     for (k, matrix), count in found.items():
-        sharded_matrices = [shard_matrices(layout, plan.params[k].stack_dims)[matrix] for layout in plan.params[k].layouts]
+        sharded_matrices = [
+            shard_matrices(layout, plan.params[k].stack_dims)[matrix] for layout in plan.params[k].layouts
+        ]
         assert count == len(sharded_matrices)  # sibling meshes are other tensors under the same name
     for task in plan.tasks:
         assert (task.wave == NO_WAVE) == (task.sharded.whole and task.sharded.replicas == 1)
@@ -136,7 +144,9 @@ def test_repeat_has_one_owner_per_replica(seed: int) -> None:
         else:
             assert task.sharded.replicas == 1
     for (k, matrix), owners in found.items():
-        sharded_matrices = [shard_matrices(layout, plan.params[k].stack_dims)[matrix] for layout in plan.params[k].layouts]
+        sharded_matrices = [
+            shard_matrices(layout, plan.params[k].stack_dims)[matrix] for layout in plan.params[k].layouts
+        ]
         assert len(owners) == sum(1 if sharded.whole else sharded.replicas for sharded in sharded_matrices)
 
 
@@ -174,7 +184,9 @@ def test_waves_overlap_when_the_work_is_worth_it() -> None:
 
 
 def test_the_number_of_waves_is_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each try looks at every matrix: thousands of waves must not take thousands of tries, nor one by one from the few."""
+    """Each try looks at every matrix: thousands of waves must not take thousands of tries, nor one by one from the
+    few.
+    """
     tries, fits = [], waves._LaneCutter._fits
 
     def counted(lane: waves._LaneCutter, count: int) -> bool:
@@ -225,7 +237,11 @@ def test_the_digest_knows_order_lead_and_siblings() -> None:
             [entry("a"), entry("b", shape=(4, 4))],
             [entry("b", shape=(4, 4)), entry("a")],
             [entry("a")],
-            [replace(entry("a"), layouts=(*entry("a").layouts, Layout((8, 6), Mesh((4,), (4, 5, 6, 7)), (Sharded(0),))))],
+            [
+                replace(
+                    entry("a"), layouts=(*entry("a").layouts, Layout((8, 6), Mesh((4,), (4, 5, 6, 7)), (Sharded(0),)))
+                )
+            ],
             [stack],
             [replace(stack, stack_dims=1)],
             [],
@@ -249,7 +265,9 @@ def test_private_parameters_change_neither_owners_nor_digest(seed: int) -> None:
     rng = random.Random(seed)
     entries, options = random_entries(rng), random_options(rng)
     ranks = tuple(sorted({rank for one in entries for layout in one.layouts for rank in layout.mesh.ranks}))
-    mine = entry("mine", (5, 7), Mesh((len(ranks),), ranks), (Replicated(),), private=True, flops=10**12, lane="private")
+    mine = entry(
+        "mine", (5, 7), Mesh((len(ranks),), ranks), (Replicated(),), private=True, flops=10**12, lane="private"
+    )
     mixed = [*entries]
     for _ in range(rng.randint(1, 3)):
         mixed.insert(rng.randint(0, len(mixed)), replace(mine, name=f"mine {rng.random()}"))
@@ -262,7 +280,8 @@ def test_private_parameters_change_neither_owners_nor_digest(seed: int) -> None:
     assert beside.wave_lanes == without.wave_lanes
     assert beside.loads == without.loads
     assert beside.bound == without.bound
-    assert all(task.wave == NO_WAVE for task in beside.tasks if beside.params[task.param].private)  # whatever ``replicas`` says
+    # whatever ``replicas`` says
+    assert all(task.wave == NO_WAVE for task in beside.tasks if beside.params[task.param].private)
     assert beside.bytes_sent == without.bytes_sent
 
 
@@ -351,7 +370,9 @@ def test_when_sharing_pays(placements: tuple[object, ...], flops: int, pays: boo
 
 
 def test_matrices_without_elements_are_not_planned() -> None:
-    plan = make_plan([entry(shape=(0, 6)), entry("q", shape=(4, 0)), entry("r", shape=(0, 2, 2), stack_dims=1)], options_for())
+    plan = make_plan(
+        [entry(shape=(0, 6)), entry("q", shape=(4, 0)), entry("r", shape=(0, 2, 2), stack_dims=1)], options_for()
+    )
     assert plan.tasks == ()
     assert plan.wave_lanes == ()
     assert plan.bound == 0.0

@@ -15,7 +15,9 @@ from tests.support.plans import random_entries, random_nodes, random_options, ra
 
 @pytest.mark.parametrize("seed", range(150))
 def test_every_parcel_arrives_once(seed: int) -> None:
-    """Any parcels, any nodes: a rank passes on only what it has, and both sides of a message list the same in the same order."""
+    """Any parcels, any nodes: a rank passes on only what it has, and both sides of a message list the same in the
+    same order.
+    """
     rng = random.Random(seed)
     ranks = sorted(rng.sample(range(40), rng.randint(2, 14)))
     nodes = random_nodes(rng, ranks)
@@ -25,7 +27,9 @@ def test_every_parcel_arrives_once(seed: int) -> None:
     for rank in ranks:
         mates = set(nodes.ranks[nodes.node_of(rank)])
         hops[rank] = Relays(nodes).hops(
-            rank, [parcel for parcel in parcels if parcel[0] in mates], [parcel for parcel in parcels if parcel[1] in mates]
+            rank,
+            [parcel for parcel in parcels if parcel[0] in mates],
+            [parcel for parcel in parcels if parcel[1] in mates],
         )
     deliveries: list[Parcel] = []
     for number in range(3):
@@ -55,7 +59,9 @@ def peers_in(hops: tuple[HopRoutes, ...]) -> set[int]:
 
 @pytest.mark.parametrize(("per_node", "count"), [(1, 5), (2, 4), (4, 4), (8, 16), (8, 64)])
 def test_peers_among_all(per_node: int, count: int) -> None:
-    """All talk to all: at most the ranks of the node and a rank of every other node, and the load is spread over the node."""
+    """All talk to all: at most the ranks of the node and a rank of every other node, and the load is spread over
+    the node.
+    """
     ranks = range(per_node * count)
     nodes = Nodes.in_order(ranks, [per_node] * count)
     relays = Relays(nodes)

@@ -36,7 +36,9 @@ def test_a_hundred_thousand_matrices() -> None:
 
     Not by ``ru_maxrss``: a child inherits its parent's.
     """
-    done = subprocess.run([sys.executable, "-m", "tests.plan.test_scale"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.plan.test_scale"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert 20 < int(done.stdout) <= MOST_MEGABYTES
 

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import example, given, settings
 
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
-from meshmuon.plan import NO_WAVE, Nodes, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes
+from meshmuon.plan import (
+    NO_WAVE,
+    Nodes,
+    Plan,
+    PlannedParam,
+    PlanOptions,
+    cost_model_for,
+    make_plan,
+    routes_of,
+    wave_sizes,
+)
 from meshmuon.plan.waves import Footprint
 from tests.support.plans import entry, options_for, random_entries, random_options, seeds
 
@@ -31,7 +41,9 @@ def promised(plan: Plan, options: PlanOptions) -> int:
             sizes: dict[object, int] = {task.owner: piece.size}
             if task.owner == rank:
                 sizes["theirs"] = task.sharded.size - piece.size
-                sizes["results"] = task.sharded.size * task.sharded.replicas - piece.size if task.sharded.replicas > 1 else 0
+                sizes["results"] = (
+                    task.sharded.size * task.sharded.replicas - piece.size if task.sharded.replicas > 1 else 0
+                )
             for name, size in sizes.items():
                 largest[one.lane, name] = max(largest.get((one.lane, name), 0), size * one.itemsize)
         needs[rank] = sum(largest.values())
@@ -47,7 +59,9 @@ def shared_matrices(replicas: int, shards: int, count: int, side: int) -> list[P
 def random_case(seed: int) -> tuple[list[PlannedParam], PlanOptions]:
     """Many matrices and budgets of their size, so that they rarely fit at once."""
     rng = random.Random(seed)
-    entries = [replace(one, name=f"{one.name}.{k}") for one in random_entries(rng) for k in range(rng.choice([1, 3, 10]))]
+    entries = [
+        replace(one, name=f"{one.name}.{k}") for one in random_entries(rng) for k in range(rng.choice([1, 3, 10]))
+    ]
     budget = rng.choice([1, 30, 100, 300, 1000, 3000])
     options = replace(random_options(rng), chunk_size=-1, budget=budget, cost=cost_model_for("cpu"))
     return entries, replace(options, heavy=rng.choice([None, None, "first", "aside"]))
@@ -65,7 +79,9 @@ def test_buffers_keep_to_the_budget(seed: int) -> None:
     gathered: dict[tuple[int, int], list[int]] = {}
     for task in plan.tasks:
         if task.wave != NO_WAVE:
-            gathered.setdefault((task.wave, task.owner), []).append(task.sharded.size * plan.params[task.param].itemsize)
+            gathered.setdefault((task.wave, task.owner), []).append(
+                task.sharded.size * plan.params[task.param].itemsize
+            )
     assert all(len(sizes) == 1 or sum(sizes) <= options.budget for sizes in gathered.values())
 
 
@@ -98,7 +114,9 @@ def test_what_fits_is_cut_as_without_a_bound(seed: int) -> None:
     ("replicas", "shards", "count", "before"), [(8, 64, 2048, 2172), (8, 512, 60_000, 7700)], ids=["8×64", "8×512"]
 )
 def test_replicas_that_share_keep_to_the_budget(replicas: int, shards: int, count: int, before: int) -> None:
-    """4096×4096 in bfloat16 are 32 MiB, and 8 copies go back: ``before`` is what buffers took when only gathers counted."""
+    """4096×4096 in bfloat16 are 32 MiB, and 8 copies go back: ``before`` is what buffers took when only gathers
+    counted.
+    """
     entries = shared_matrices(replicas, shards, count, 4096)
     plan = make_plan(entries, PlanOptions(cost_model_for("cuda")))
     largest = max(map(plan.buffer_bytes, plan.ranks))
@@ -135,7 +153,9 @@ def test_one_matrix_of_every_owner_is_the_last_resort() -> None:
     options = options_for(budget=1)
     plan = make_plan(entries, options)
     assert plan.options.in_flight == 1
-    assert Counter((task.wave, task.owner) for task in plan.tasks) == {(wave, rank): 1 for wave in (0, 1) for rank in range(4)}
+    assert Counter((task.wave, task.owner) for task in plan.tasks) == {
+        (wave, rank): 1 for wave in (0, 1) for rank in range(4)
+    }
     matrix = 8 * 6 * 2
     assert max(map(plan.buffer_bytes, plan.ranks)) == promised(plan, options) == 4 * matrix + 3 * matrix
 
@@ -163,7 +183,9 @@ def test_the_bound_is_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_two_waves_in_flight_before_halves_take_turns() -> None:
-    """Three matrices per owner, 72 bytes to gather and 96 of shards: 360 bytes are enough for two waves, not for three."""
+    """Three matrices per owner, 72 bytes to gather and 96 of shards: 360 bytes are enough for two waves, not for
+    three.
+    """
     plan = make_plan([entry(f"p{k}") for k in range(12)], options_for(budget=30))
     assert 2 * 30 * 6 == 360
     assert (len(plan.wave_lanes), plan.options.in_flight) == (3, 2)

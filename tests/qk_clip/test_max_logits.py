@@ -1,4 +1,6 @@
-"""MaxLogits on one device: exact maxima against dense logits, what is watched and when, and how much memory it takes."""
+"""MaxLogits on one device: exact maxima against dense logits, what is watched and when, and how much memory it
+takes.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def dense(q: Tensor, k: Tensor, *, causal: bool, scale: float | None = None, vis
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
-    # Projections over 12 inputs, heads of up to 16 dims, and a factor; entries below 6, so that no logit adds up more than 300.
+    # Projections over 12 inputs, heads of up to 16 dims, and a factor; entries below 6, so that no logit adds up more
+    # than 300.
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=sum_error(12 + 12 + 16 + 4, torch.float32) * 300)
 
 
@@ -126,7 +129,9 @@ class Attend(nn.Module):
     def __init__(self, heads: int = 4, key_heads: int = 2, dim: int = 3, *, bias: bool = True, **options: Any) -> None:
         super().__init__()
         self.dim, self.options = dim, options
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(12, count * dim, bias=bias) for count in (heads, key_heads, key_heads))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(12, count * dim, bias=bias) for count in (heads, key_heads, key_heads)
+        )
 
     def parts(self, x: Tensor) -> list[Tensor]:
         return [one(x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj)]
@@ -199,7 +204,10 @@ def test_options_of_sdpa_are_honoured(kind: str) -> None:
     visible |= torch.eye(6, dtype=torch.bool)
     options: dict[str, Any] = {
         "bool": {"is_causal": False, "attn_mask": visible},
-        "added": {"is_causal": False, "attn_mask": torch.zeros(6, 6).masked_fill(~visible, torch.finfo(torch.float32).min)},
+        "added": {
+            "is_causal": False,
+            "attn_mask": torch.zeros(6, 6).masked_fill(~visible, torch.finfo(torch.float32).min),
+        },
         "positional": {"is_causal": False, "attn_mask": visible},
         "scale": {"scale": 2.0},
         "not causal": {"is_causal": False},
@@ -215,7 +223,8 @@ def test_options_of_sdpa_are_honoured(kind: str) -> None:
     q, k, _ = layer.parts(x)
     mask = visible if "attn_mask" in options else None
     close(
-        logits.collect()["attn"], dense(q.detach(), k.detach(), causal=kind == "scale", scale=options.get("scale"), visible=mask)
+        logits.collect()["attn"],
+        dense(q.detach(), k.detach(), causal=kind == "scale", scale=options.get("scale"), visible=mask),
     )
 
 
@@ -224,7 +233,9 @@ def test_outside_of_collecting_modules_are_as_they_were() -> None:
     logits = watched(net)
     with logits.collecting():
         assert all("forward" in layer.__dict__ for layer in net.layers)
-    assert not any("forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks for layer in net.layers)
+    assert not any(
+        "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks for layer in net.layers
+    )
     with pytest.raises(RuntimeError, match="in the middle"), logits.collecting():
         raise RuntimeError("in the middle")
     assert not any("forward" in layer.__dict__ for layer in net.layers)
@@ -308,7 +319,9 @@ def test_scores_that_attention_has_found_itself() -> None:
 
 
 def test_the_log_sum_exp_of_flash_attention_is_a_bound() -> None:
-    """Above the largest logit by at most the logarithm of the number of keys, by nothing where a head is about to explode."""
+    """Above the largest logit by at most the logarithm of the number of keys, by nothing where a head is about to
+    explode.
+    """
     keys = 64
     q, k, v = random(3, 2, 4, keys, 16) * torch.tensor([1.0, 2.0, 4.0, 8.0])[:, None, None]
     _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)
@@ -363,7 +376,10 @@ def test_a_module_that_observes_by_hand_may_be_attached() -> None:
         (lambda logits: logits.attach(nn.Linear(1, 1), 1.5), "layer 1.5 must be"),
         (lambda logits: logits.observe(0, random(2, 3), random(2, 3)), r"q \(2, 3\) and k \(2, 3\) must both be"),
         (lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 3, 2, 5)), "must both be"),
-        (lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 2, 2, 4)), "3 query heads cannot share 2 key heads"),
+        (
+            lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 2, 2, 4)),
+            "3 query heads cannot share 2 key heads",
+        ),
         (
             lambda logits: logits.observe(0, random(1, 3, 2, 4), random(1, 3, 2, 4), mask=torch.ones(3, 3) > 0),
             r"mask \(3, 3\) does not",
@@ -440,7 +456,9 @@ class _Mixed(nn.Module):
 @pytest.mark.parametrize("length", [8, 16])
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_training_is_the_same_with_and_without(checkpointed: bool, length: int, backward_inside: bool) -> None:
-    """Also with selective checkpointing, which must not take what is computed for the maxima for the model's own products."""
+    """Also with selective checkpointing, which must not take what is computed for the maxima for the model's own
+    products.
+    """
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saved = op is torch.ops.aten.bmm.default

@@ -25,7 +25,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def apply(config: dict[str, Any], tensors: dict[str, Tensor], logits: dict[Any, Any], **options: Any) -> dict[str, Tensor]:
+def apply(
+    config: dict[str, Any], tensors: dict[str, Tensor], logits: dict[Any, Any], **options: Any
+) -> dict[str, Tensor]:
     """The tensors after one clip; the given ones stay."""
     done = {name: nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
     clip, params = QKClip(config), parameters(done, **options)
@@ -95,7 +97,12 @@ FOUR, TWO = [[20.0], [80.0], [5.0], [11.0]], [[20.0, 80.0], [5.0, 11.0]]
         ({}, [20.0, 80.0, 5.0, 11.0], FOUR, TWO),
         ({"k_indices": [0, 0, 1, 1]}, [20.0, 80.0, 5.0, 11.0], FOUR, TWO),
         ({"q_indices": [1, 3]}, [20.0, 80.0], [[], [20.0], [], [80.0]], [[20.0], [80.0]]),
-        ({"q_indices": [3, 1, 3], "k_indices": (1, 0, 0)}, [20.0, 80.0, 30.0], [[], [80.0], [], [30.0]], [[80.0, 30.0], [20.0]]),
+        (
+            {"q_indices": [3, 1, 3], "k_indices": (1, 0, 0)},
+            [20.0, 80.0, 30.0],
+            [[], [80.0], [], [30.0]],
+            [[80.0, 30.0], [20.0]],
+        ),
     ],
 )
 def test_a_head_takes_the_largest_of_its_logits(indices: Any, values: Any, q_heads: Any, k_heads: Any) -> None:
@@ -107,16 +114,25 @@ def test_a_head_takes_the_largest_of_its_logits(indices: Any, values: Any, q_hea
 
 
 def test_mla_logits_shrink_by_gamma() -> None:
-    """Heads of nope and rope parts with one rope key for all of them: every logit of a head becomes γ times what it was."""
+    """Heads of nope and rope parts with one rope key for all of them: every logit of a head becomes γ times what it
+    was.
+    """
     heads, nope, rope, value, rank, tokens = 3, 4, 2, 3, 5, 7
-    tensors = {"l.0.q_b_proj.weight": random(heads * 6, rank, seed=1), "l.0.kv_b_proj.weight": random(heads * 7, rank, seed=2)}
+    tensors = {
+        "l.0.q_b_proj.weight": random(heads * 6, rank, seed=1),
+        "l.0.kv_b_proj.weight": random(heads * 7, rank, seed=2),
+    }
     x, c, k_rope = random(tokens, rank, seed=3), random(tokens, rank, seed=4), random(tokens, rope, seed=5)
 
-    def forward(weights: dict[str, Tensor], x: Tensor = x, c: Tensor = c, k_rope: Tensor = k_rope) -> tuple[Tensor, Tensor]:
+    def forward(
+        weights: dict[str, Tensor], x: Tensor = x, c: Tensor = c, k_rope: Tensor = k_rope
+    ) -> tuple[Tensor, Tensor]:
         wq, wkv = weights.values()
         q = (x @ wq.t()).view(tokens, heads, nope + rope)
         kv = (c @ wkv.t()).view(tokens, heads, nope + value)
-        logits = torch.einsum("thd,shd->hts", q[..., :nope], kv[..., :nope]) + torch.einsum("thd,sd->hts", q[..., nope:], k_rope)
+        logits = torch.einsum("thd,shd->hts", q[..., :nope], kv[..., :nope]) + torch.einsum(
+            "thd,sd->hts", q[..., nope:], k_rope
+        )
         return logits, kv[..., nope:]
 
     before, values = forward(tensors)
@@ -208,7 +224,9 @@ def test_patterns_of_a_user() -> None:
 
 
 def test_layers_with_one_number_are_told_apart_by_name() -> None:
-    tensors = {f"{tower}.{name}": tensor for tower in ("text", "vision") for name, tensor in pair(heads=2, key_heads=2).items()}
+    tensors = {
+        f"{tower}.{name}": tensor for tower in ("text", "vision") for name, tensor in pair(heads=2, key_heads=2).items()
+    }
     with pytest.raises(ConfigError, match=r"layer 0 has 2 q projections: text\..*vision.*Name the attention module"):
         apply(CONFIG, tensors, {0: torch.tensor([20.0, 5.0])})
     found = apply(CONFIG, tensors, {"vision.model.layers.0": torch.tensor([20.0, 5.0])})
@@ -251,7 +269,13 @@ BAD_LOGITS = [
     ("no projections", CONFIG, {"a.weight": random(4, 4)}, {3: torch.ones(4)}, r"in all layers: none\."),
     ("no keys", CONFIG, {Q: random(16, 6)}, {0: torch.ones(4)}, rf"has q projections, which do not.*in it: {Q}\."),
     ("too many logits", CONFIG, pair(), {0: torch.ones(5)}, "layer 0 has 5 logits but 4 query heads"),
-    ("too few logits", {**CONFIG, "q_indices": [0, 1]}, pair(), {0: torch.ones(4)}, "4 logits, clip_config has 2 q_indices"),
+    (
+        "too few logits",
+        {**CONFIG, "q_indices": [0, 1]},
+        pair(),
+        {0: torch.ones(4)},
+        "4 logits, clip_config has 2 q_indices",
+    ),
     ("q head", {**CONFIG, "q_indices": [4]}, pair(), {0: torch.ones(1)}, "q_indices name head 4, but layer 0 has 4"),
     ("k head", {**CONFIG, "q_indices": [0], "k_indices": [9]}, pair(), {0: torch.ones(1)}, "k_indices name head 9"),
     (
@@ -285,7 +309,13 @@ BAD_LOGITS = [
     ("list", CONFIG, pair(), [torch.ones(4)], "must map layers to tensors"),
     ("no config", None, pair(), {0: torch.ones(4)}, "has no clip_config"),
     ("nothing", CONFIG, pair(), {}, "qk_logits is empty"),
-    ("twice", CONFIG, pair(), {0: torch.ones(4), "model.layers.0": torch.ones(4)}, rf"'model\.layers\.0' and 0 both mean {Q}"),
+    (
+        "twice",
+        CONFIG,
+        pair(),
+        {0: torch.ones(4), "model.layers.0": torch.ones(4)},
+        rf"'model\.layers\.0' and 0 both mean {Q}",
+    ),
     ("many", CONFIG, {f"{k}.q_proj.weight": random(4, 4) for k in range(25)}, {99: torch.ones(4)}, "and 5 more"),
 ]
 
@@ -350,7 +380,9 @@ def test_parameters_may_change_their_places() -> None:
         clip.apply(parameters(tensors), logits)
         for name, tensor in tensors.items():
             wanted = (
-                random(16, 6, seed=int(name[6])) if name.startswith("other") else clipped(pair()[name], [[40.0]] * 4, 10.0, 4)
+                random(16, 6, seed=int(name[6]))
+                if name.startswith("other")
+                else clipped(pair()[name], [[40.0]] * 4, 10.0, 4)
             )
             same(tensor.detach(), wanted)
 
@@ -407,10 +439,12 @@ def test_a_step_clips_after_its_update(muon: bool) -> None:
 
 def test_the_text_of_logits_tells_layers_heads_and_values_apart() -> None:
     shown = [
-        logits_text(one) for one in (None, {}, {0: torch.ones(4)}, {0: torch.zeros(4)}, {0: torch.ones(3)}, {1: torch.ones(4)})
+        logits_text(one)
+        for one in (None, {}, {0: torch.ones(4)}, {0: torch.zeros(4)}, {0: torch.ones(3)}, {1: torch.ones(4)})
     ]
     assert len(set(shown)) == 6
-    far = {0: torch.ones(4, device="meta")}, {0: torch.zeros(4, device="meta")}  # what the host cannot read is not compared
+    # what the host cannot read is not compared
+    far = {0: torch.ones(4, device="meta")}, {0: torch.zeros(4, device="meta")}
     assert logits_text(far[0]) == logits_text(far[1])
     layers = {0: torch.ones(4), 10: torch.ones(3), "vision.layers.0": torch.ones(4)}
     assert logits_text(layers) == logits_text(dict(reversed(layers.items())))

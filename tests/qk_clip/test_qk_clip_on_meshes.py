@@ -72,7 +72,9 @@ def fused(key_heads: int, shared: int, dim: int, cols: int) -> Attention:
 
 
 def interleaved(key_heads: int, shared: int, dim: int, cols: int) -> Attention:
-    """For every key head its queries, the key and the value: with one query each, as gpt-neox has it, else as falcon."""
+    """For every key head its queries, the key and the value: with one query each, as gpt-neox has it, else as
+    falcon.
+    """
     parts = separate(key_heads, shared, dim, cols)
     values = random(key_heads * dim, cols, seed=5)
     before, after = (
@@ -80,7 +82,9 @@ def interleaved(key_heads: int, shared: int, dim: int, cols: int) -> Attention:
         for one in (parts.before, parts.after)
     )
     name = "layers.0.attention.query_key_value.weight"
-    return Attention(parts.config, Interleaved((shared * dim, dim, dim), key_heads), {name: before}, {name: after}, parts.logits)
+    return Attention(
+        parts.config, Interleaved((shared * dim, dim, dim), key_heads), {name: before}, {name: after}, parts.logits
+    )
 
 
 def latent(heads: int, cols: int) -> Attention:
@@ -100,7 +104,9 @@ def place(value: Tensor, mesh: DeviceMesh, cut: tuple[Any, ...] | None) -> Tenso
     return value if cut is None else distribute_tensor(value, mesh, cut, src_data_rank=None)
 
 
-def run_clip(layer: Attention, shape: tuple[int, ...], cuts: list[tuple[Any, ...] | None], logits_cut: Any = None) -> None:
+def run_clip(
+    layer: Attention, shape: tuple[int, ...], cuts: list[tuple[Any, ...] | None], logits_cut: Any = None
+) -> None:
     """Clips twice on every rank, so that what is kept from the first time is used, and compares with the formula."""
 
     def main(rank: int) -> None:
@@ -108,7 +114,8 @@ def run_clip(layer: Attention, shape: tuple[int, ...], cuts: list[tuple[Any, ...
         clip = QKClip(layer.config)
         for _ in range(2):
             tensors = {
-                name: nn.Parameter(place(value, mesh, cut)) for (name, value), cut in zip(layer.before.items(), cuts, strict=True)
+                name: nn.Parameter(place(value, mesh, cut))
+                for (name, value), cut in zip(layer.before.items(), cuts, strict=True)
             }
             params = parameters(tensors, split=layer.split)
             clip.check(params, {0: layer.logits})
@@ -165,8 +172,12 @@ def test_logits_that_are_maxima_not_yet_taken() -> None:
 
 def test_logits_of_several_layers_come_together_in_one_reduction() -> None:
     layers = [separate(2, 2, 3, 5), separate(2, 2, 3, 5)]
-    before = {name.replace("layers.0", f"layers.{k}"): v for k, one in enumerate(layers) for name, v in one.before.items()}
-    after = {name.replace("layers.0", f"layers.{k}"): v for k, one in enumerate(layers) for name, v in one.after.items()}
+    before = {
+        name.replace("layers.0", f"layers.{k}"): v for k, one in enumerate(layers) for name, v in one.before.items()
+    }
+    after = {
+        name.replace("layers.0", f"layers.{k}"): v for k, one in enumerate(layers) for name, v in one.after.items()
+    }
 
     def main(rank: int) -> None:
         mesh = mesh_of((2, 2))
@@ -280,7 +291,9 @@ def single_logits(x: Tensor) -> dict[int, Tensor]:
 
 
 def logit_error(x: Tensor) -> float:
-    """Rounding of any logit of ``attentions()`` on x: inner sizes of 12, 12 and 3, a division and two factors, on two sides."""
+    """Rounding of any logit of ``attentions()`` on x: inner sizes of 12, 12 and 3, a division and two factors, on
+    two sides.
+    """
     worst = 0.0
     for layer in attentions():
         q, k = ((x.abs() @ one.weight.detach().abs().t()).amax() for one in (layer.q_proj, layer.k_proj))
@@ -372,7 +385,9 @@ def refusals(world: int, main: Any) -> list[str]:
 
 
 def test_layers_and_heads_may_come_and_go() -> None:
-    """Ranks that see a new layer, or other heads, have all compare notes again; a layer that is not seen any more has −∞."""
+    """Ranks that see a new layer, or other heads, have all compare notes again; a layer that is not seen any more
+    has −∞.
+    """
 
     def main(rank: int) -> list[dict[Any, list[float]]]:
         logits = MaxLogits(dist.group.WORLD)

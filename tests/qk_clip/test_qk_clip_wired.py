@@ -19,7 +19,9 @@ LAYER = separate(4, 2, 3, 7)
 
 
 def build(mesh: Any = None, **options: Any) -> tuple[dict[str, nn.Parameter], Muon]:
-    tensors = {name: nn.Parameter(place(value, mesh, None if mesh is None else (S0,))) for name, value in LAYER.before.items()}
+    tensors = {
+        name: nn.Parameter(place(value, mesh, None if mesh is None else (S0,))) for name, value in LAYER.before.items()
+    }
     groups = [{"params": list(tensors.items()), "use_muon": True}]
     return tensors, Muon(groups, lr=0.01, **{"clip_config": LAYER.config, **options})
 

@@ -1,4 +1,6 @@
-"""``Muon(model.named_parameters())``: the routes of the model where names and shapes tell them, and a warning of the rest."""
+"""``Muon(model.named_parameters())``: the routes of the model where names and shapes tell them, and a warning of
+the rest.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def routes(optimizer: Muon) -> Routes:
 
 
 def by_names(named: Iterator[tuple[str, Tensor]]) -> Routes:
-    with pytest.warns(RoutingWarning, match="names and parameters without the model.*cannot see tied weights") as caught:
+    with pytest.warns(
+        RoutingWarning, match="names and parameters without the model.*cannot see tied weights"
+    ) as caught:
         optimizer = Muon(named)
     assert [entry.filename for entry in caught] == [__file__]  # one warning, at the user's line
     return routes(optimizer)
@@ -66,7 +70,9 @@ class Language(nn.Module):
 
 class Vision(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8), nn.Linear(8, 16), nn.Linear(16, 10))
+        super().__init__(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8), nn.Linear(8, 16), nn.Linear(16, 10)
+        )
 
 
 class Sound(nn.Module):
@@ -90,7 +96,9 @@ def test_what_is_known_by_shape() -> None:
 
 
 def test_weights_tied_under_two_names_are_one_parameter() -> None:
-    model = nn.ModuleDict({"embed_tokens": nn.Embedding(16, 8), "mlp": nn.Linear(8, 8), "decoder": nn.Linear(8, 16, bias=False)})
+    model = nn.ModuleDict(
+        {"embed_tokens": nn.Embedding(16, 8), "mlp": nn.Linear(8, 8), "decoder": nn.Linear(8, 16, bias=False)}
+    )
     model["decoder"].weight = model["embed_tokens"].weight
     found = by_names(model.named_parameters(remove_duplicate=False))
     assert found == routes(Muon(model))

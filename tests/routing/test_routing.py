@@ -86,11 +86,19 @@ def test_norms_and_biases_have_no_weight_decay() -> None:
     )
     optimizer = Muon(get_default_muon_param_groups(model), weight_decay=0.25)
     decay = {name: written["weight_decay"] for written in optimizer.param_groups for name in written["param_names"]}
-    assert {name for name in decay if decay[name]} == {"embed.weight", "linear.weight", "experts.up_proj", "lm_head.weight"}
+    assert {name for name in decay if decay[name]} == {
+        "embed.weight",
+        "linear.weight",
+        "experts.up_proj",
+        "lm_head.weight",
+    }
     assert set(decay.values()) == {0.25, 0.0}
     groups = get_default_muon_param_groups(model, is_muon_func=lambda name, param: name == "linear.weight")
     names = [set(written["names"]) for written in groups]
-    assert names[1:] == [{"embed.weight", "experts.up_proj", "lm_head.weight"}, {name for name in decay if not decay[name]}]
+    assert names[1:] == [
+        {"embed.weight", "experts.up_proj", "lm_head.weight"},
+        {name for name in decay if not decay[name]},
+    ]
 
 
 @pytest.mark.parametrize(

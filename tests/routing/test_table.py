@@ -48,7 +48,9 @@ def test_rows() -> None:
 
 
 def test_text() -> None:
-    optimizer = Muon([named("layers.0.up", 100, 25), named("norm", 25, use_muon=False), named("t", use_muon=False)], lr=0.001)
+    optimizer = Muon(
+        [named("layers.0.up", 100, 25), named("norm", 25, use_muon=False), named("t", use_muon=False)], lr=0.001
+    )
     assert str(optimizer.routing_table()).splitlines() == [
         "parameter    shape   layout  route  matrices  lr     update rms",
         "---------------------------------------------------------------",
@@ -60,7 +62,11 @@ def test_text() -> None:
 
 def test_layers_that_are_alike_share_a_row() -> None:
     """Those that differ in any other column do not; ``full`` shows all."""
-    names = ["embed", *(f"layers.{k}.{name}" for k in range(3) for name in ("up", "experts.0.w", "experts.1.w")), "layers.3.up"]
+    names = [
+        "embed",
+        *(f"layers.{k}.{name}" for k in range(3) for name in ("up", "experts.0.w", "experts.1.w")),
+        "layers.3.up",
+    ]
     model = {name: nn.Parameter(torch.ones(8, 4 + 4 * name.endswith("3.up"))) for name in names}
     groups = [
         {"params": [model["embed"]], "names": ["embed"], "use_muon": False},
@@ -108,7 +114,12 @@ def test_a_table_in_muon_warns(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["layers.0.attn.qkv.weight", "layers.0.attn.qkv_proj.weight", "h.0.attn.c_attn.weight", "layers.0.mlp.gate_up_proj.weight"],
+    [
+        "layers.0.attn.qkv.weight",
+        "layers.0.attn.qkv_proj.weight",
+        "h.0.attn.c_attn.weight",
+        "layers.0.mlp.gate_up_proj.weight",
+    ],
 )
 def test_fused_projections_warn(name: str) -> None:
     with pytest.warns(RoutingWarning, match=f"{name} looks like several projections fused"):
@@ -120,7 +131,9 @@ def test_fused_experts_warn(expert_dims: str) -> None:
     """They hold several matrices in any case; whether each is a fused one is another question."""
     options: dict[str, Any] = {"expert_keys": ["experts"], "expert_dims": expert_dims}
     name = "layers.0.experts.gate_up_proj"
-    with pytest.warns(RoutingWarning, match=f"{name} looks like several projections fused.*each of its experts as one matrix"):
+    with pytest.warns(
+        RoutingWarning, match=f"{name} looks like several projections fused.*each of its experts as one matrix"
+    ):
         Muon([named(name, 4, 8, 8, **options)])
 
 
@@ -164,7 +177,9 @@ class Tower(nn.Module):
         self.layers = nn.ModuleList([nn.ModuleDict({"my_qkv_proj": nn.Linear(8, 20)}) for _ in range(layers)])
 
 
-@pytest.mark.parametrize(("layers", "subject"), [(1, "weight looks like"), (5, "weight (and 4 more of its kind) looks like")])
+@pytest.mark.parametrize(
+    ("layers", "subject"), [(1, "weight looks like"), (5, "weight (and 4 more of its kind) looks like")]
+)
 def test_one_warning_for_all_layers(layers: int, subject: str) -> None:
     with pytest.warns(RoutingWarning) as record:
         optimizer = Muon(get_default_muon_param_groups(Tower(layers)))
@@ -191,7 +206,11 @@ def test_reasons_that_are_not_ours_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("rule", "lr", "message"),
     [
-        ("match_rms_adamw", 0.02, 'group 0: lr=0.02 with adjust_lr_fn="match_rms_adamw" moves entries by 0.004.*"original"'),
+        (
+            "match_rms_adamw",
+            0.02,
+            'group 0: lr=0.02 with adjust_lr_fn="match_rms_adamw" moves entries by 0.004.*"original"',
+        ),
         ("original", 3e-4, 'group 0: lr=0.0003 is small for adjust_lr_fn="original".*"match_rms_adamw"'),
         ("spectral", 3e-4, 'group 0: lr=0.0003 is small for adjust_lr_fn="spectral"'),
     ],
@@ -237,7 +256,11 @@ def test_one_rank_warns_for_all(sharded: bool) -> None:
 def test_keys_of_matrices_that_fit_nothing_are_named() -> None:
     """Once for the optimizer: groups share its option, and each has only some of the parameters."""
     halves = {"split": (4, 4)}
-    groups = [named("layers.3.qkv.weight", 8, 4), named("layers.3.wo.weight", 8, 4), named("emb.weight", 8, 4, use_muon=False)]
+    groups = [
+        named("layers.3.qkv.weight", 8, 4),
+        named("layers.3.wo.weight", 8, 4),
+        named("emb.weight", 8, 4, use_muon=False),
+    ]
     with pytest.warns(RoutingWarning) as record:
         Muon(groups, matrices={"layers.*.qkv.weight": halves, "layers.*.w0.weight": halves, "emb.weight": halves})
     found = sorted(str(warning.message) for warning in record)

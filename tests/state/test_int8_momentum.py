@@ -1,4 +1,6 @@
-"""Momentum in int8: its scales, what a step makes of both, conversion to and from floating point, and what is refused."""
+"""Momentum in int8: its scales, what a step makes of both, conversion to and from floating point, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_a_step_looks_ahead_from_momentum_that_is_not_rounded_yet(nesterov: bool
     """M ← quantise(μ·dequantise(M) + G), and what is orthogonalised has the sum before it is rounded."""
     seen: list[Tensor] = []
     (param,) = make_params((5, 300))
-    optimizer = muon([param], **INT8, nesterov=nesterov, momentum=0.5, scheme=lambda x: seen.append(x.clone()) or x, ns_steps=1)
+    optimizer = muon(
+        [param], **INT8, nesterov=nesterov, momentum=0.5, scheme=lambda x: seen.append(x.clone()) or x, ns_steps=1
+    )
     numbers = torch.zeros(5, 300)
     for step in range(3):
         param.grad = grad = torch.randn(5, 300, generator=torch.Generator().manual_seed(step))
@@ -58,8 +62,16 @@ SHAPES: dict[str, tuple[tuple[int, ...], MatrixOptions, tuple[int, ...]]] = {
     "experts": ((3, 4, 300), MatrixOptions(("w",)), (3, 4, 3)),
     "filter": ((4, 30, 3, 3), MatrixOptions(conv="flatten"), (4, 3, 1, 1)),
     "rows of a fused weight": ((6, 300), MatrixOptions(split=(2, 4)), (6, 3)),
-    "columns of a fused weight": ((3, 4, 300), MatrixOptions(("w",), split=(140, 160), expert_dims="in_out"), (3, 4, 4)),
-    "columns in turns": ((3, 4, 300), MatrixOptions(("w",), split=Interleaved((1, 1), 150), expert_dims="in_out"), (3, 4, 4)),
+    "columns of a fused weight": (
+        (3, 4, 300),
+        MatrixOptions(("w",), split=(140, 160), expert_dims="in_out"),
+        (3, 4, 4),
+    ),
+    "columns in turns": (
+        (3, 4, 300),
+        MatrixOptions(("w",), split=Interleaved((1, 1), 150), expert_dims="in_out"),
+        (3, 4, 4),
+    ),
     "no columns": ((4, 0), MatrixOptions(), (4, 0)),
 }
 
@@ -102,7 +114,9 @@ def test_float_momentum_is_converted_at_loading_and_back_after_the_option_is_set
     fresh.load_state_dict(saved)
     for param, old in zip(own, params, strict=True):
         state = fresh.state[param]
-        assert_same_bits([state["momentum_buffer"], state["momentum_scale"]], in_int8(optimizer.state[old]["momentum_buffer"]))
+        assert_same_bits(
+            [state["momentum_buffer"], state["momentum_scale"]], in_int8(optimizer.state[old]["momentum_buffer"])
+        )
     numbers = [in_float(fresh.state[param]) for param in own]
     fresh.param_groups[0]["momentum_dtype"] = torch.float32
     saved = through_disk(fresh.state_dict())
@@ -143,7 +157,10 @@ DAMAGE: dict[str, Damage] = {
         lambda entry: entry.update(momentum_scale=entry["momentum_scale"].float()),
         r"its saved momentum_scale is a tensor of shape \(6, 3\) in torch.float32, it must be .* in bfloat16",
     ),
-    "other scales": (lambda entry: entry.update(momentum_scale=entry["momentum_scale"][:, :2]), r"\(6, 2\) instead of \(6, 3\)"),
+    "other scales": (
+        lambda entry: entry.update(momentum_scale=entry["momentum_scale"][:, :2]),
+        r"\(6, 2\) instead of \(6, 3\)",
+    ),
     "without scales in float": (
         lambda entry: entry.update(momentum_buffer=entry["momentum_buffer"].float()),
         "was saved with momentum_dtype=int8, but its momentum_buffer is in float32: dcp.load has copied it",
@@ -181,7 +198,9 @@ def test_scales_that_were_lost_or_replaced_are_refused_by_a_step() -> None:
     run(optimizer, params, range(1))
     state = optimizer.state[params[0]]
     scales = state.pop("momentum_scale")
-    with pytest.raises(StateError, match=r"its momentum_scale is a NoneType, it must be a tensor of shape \(6, 3\) in bfloat16"):
+    with pytest.raises(
+        StateError, match=r"its momentum_scale is a NoneType, it must be a tensor of shape \(6, 3\) in bfloat16"
+    ):
         run(optimizer, params, range(1, 2))
     state["momentum_scale"] = scales[:, :1].clone()
     with pytest.raises(StateError, match="momentum_scale"):

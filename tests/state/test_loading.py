@@ -1,4 +1,6 @@
-"""Which saved parameter is which, of which shard and of which step; and 600 wrong states, each refused whole or loaded."""
+"""Which saved parameter is which, of which shard and of which step; and 600 wrong states, each refused whole or
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,16 @@ class Model(nn.Module):
         return param
 
 
-def build(model: Model, *groups: Sequence[str], options: dict[int, dict[str, Any]] | None = None, **others: Any) -> Muon:
+def build(
+    model: Model, *groups: Sequence[str], options: dict[int, dict[str, Any]] | None = None, **others: Any
+) -> Muon:
     """A group per tuple of names, or the matrices and the rest."""
     written = [
-        {"params": [(name, model[name]) for name in names], "use_muon": model[names[0]].dim() == 2, **(options or {}).get(k, {})}
+        {
+            "params": [(name, model[name]) for name in names],
+            "use_muon": model[names[0]].dim() == 2,
+            **(options or {}).get(k, {}),
+        }
         for k, names in enumerate(groups or (MATRICES, (*NORMS, *BIASES)))
     ]
     return Muon(written, **{"lr": LR, "scheme": "keller", **others})
@@ -73,7 +81,9 @@ def order(model: Model, optimizer: Muon) -> list[str]:
     return [name for param in optimizer.state for name in SHAPES if model[name] is param]
 
 
-def same_state(model: Model, optimizer: Muon, other: Model, of_other: Muon, names: Sequence[str] = tuple(SHAPES)) -> None:
+def same_state(
+    model: Model, optimizer: Muon, other: Model, of_other: Muon, names: Sequence[str] = tuple(SHAPES)
+) -> None:
     for name in names:
         mine, theirs = optimizer.state[model[name]], of_other.state[other[name]]
         assert list(mine) == list(theirs)
@@ -100,7 +110,9 @@ def test_the_same_names_load_right_wherever_they_are(cut: str) -> None:
     same_state(twin, fresh, model, optimizer)
     for loaded in fresh.param_groups:
         expected = (
-            {"lr": 0.004, "weight_decay": 0.1} if loaded["use_muon"] else {"lr": LR, "weight_decay": 0.3, "initial_lr": 0.5}
+            {"lr": 0.004, "weight_decay": 0.1}
+            if loaded["use_muon"]
+            else {"lr": LR, "weight_decay": 0.3, "initial_lr": 0.5}
         )
         assert {key: loaded[key] for key in expected} == expected, "a resumed run goes on as it was"
     train(model, optimizer, range(2, 4))
@@ -126,7 +138,9 @@ def test_a_layer_inserted_and_another_removed() -> None:
     names = ("a", "x", "b", *NORMS, *BIASES)
     twin = Model(names)
     fresh = build(twin, ("a", "x", "b"), (*NORMS, *BIASES))
-    with pytest.raises(StateError, match=r"It lacks x; the optimizer lacks c\. .*load_state_dict\(state_dict, strict=False\)"):
+    with pytest.raises(
+        StateError, match=r"It lacks x; the optimizer lacks c\. .*load_state_dict\(state_dict, strict=False\)"
+    ):
         fresh.load_state_dict(saved)
     assert not fresh.state
     fresh.load_state_dict(saved, strict=False)  # what the error says
@@ -139,7 +153,9 @@ def test_a_layer_inserted_and_another_removed() -> None:
 def test_many_names_are_shortened() -> None:
     _, _, saved = saved_run()
     names = tuple("efghij")
-    with pytest.raises(StateError, match=r"It lacks e, f, g, h and 2 more; the optimizer lacks a, b, c, n and 2 more\."):
+    with pytest.raises(
+        StateError, match=r"It lacks e, f, g, h and 2 more; the optimizer lacks a, b, c, n and 2 more\."
+    ):
         build(Model(names), names).load_state_dict(saved)
 
 
@@ -164,7 +180,9 @@ def test_merged_groups_take_what_they_agree_on() -> None:
 
 
 def test_a_scheduler_goes_on_with_another_number_of_groups() -> None:
-    """As docs/checkpoints.md shows: a run that was begun with one group of AdamW goes on with two, with the same bits."""
+    """As docs/checkpoints.md shows: a run that was begun with one group of AdamW goes on with two, with the same
+    bits.
+    """
 
     def begun(model: Model, *cuts: Sequence[str]) -> tuple[Muon, Any]:
         optimizer = build(model, *cuts)
@@ -194,7 +212,9 @@ def test_a_changed_route_is_refused() -> None:
         {"params": [(name, model[name]) for name in ("a", "b")], "use_muon": True},
         {"params": [(name, model[name]) for name in ("c", *NORMS, *BIASES)], "use_muon": False},
     ]
-    with pytest.raises(StateError, match=r"group 1 \(c, …\) has use_muon=False, the state_dict's has True.*strict=False"):
+    with pytest.raises(
+        StateError, match=r"group 1 \(c, …\) has use_muon=False, the state_dict's has True.*strict=False"
+    ):
         Muon(groups, lr=LR).load_state_dict(saved)
     optimizer = Muon(groups, lr=LR)
     optimizer.load_state_dict(saved, strict=False)
@@ -213,7 +233,9 @@ def test_some_groups_without_names() -> None:
 
     def unnamed(model: Model, matrices: Sequence[str]) -> Muon:
         named = [(name, model[name]) for name in matrices]
-        return Muon([{"params": named, "use_muon": True}, {"params": [model["n"], model["m"]], "use_muon": False}], lr=LR)
+        return Muon(
+            [{"params": named, "use_muon": True}, {"params": [model["n"], model["m"]], "use_muon": False}], lr=LR
+        )
 
     optimizer = unnamed(model, MATRICES)
     train(model, optimizer, range(2))
@@ -260,7 +282,9 @@ def test_other_groups_through_dcp(way: str, cut: str, tmp_path: Any) -> None:
 # Ranks
 
 
-def sharded(names: Sequence[str] = tuple(SHAPES), dtype: torch.dtype = torch.float32, replicated: Sequence[str] = ()) -> Model:
+def sharded(
+    names: Sequence[str] = tuple(SHAPES), dtype: torch.dtype = torch.float32, replicated: Sequence[str] = ()
+) -> Model:
     mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), Model(names)
     for name in names:
         placement = Replicate() if name in replicated else Shard(0)
@@ -278,7 +302,9 @@ def step_sharded(model: Model, optimizer: Muon, step: int, without: Sequence[str
 
 
 def test_state_is_gathered_under_its_own_name() -> None:
-    """One rank alone has called ``state_dict()`` before parameters had their first gradients, in another order than theirs."""
+    """One rank alone has called ``state_dict()`` before parameters had their first gradients, in another order than
+    theirs.
+    """
 
     def rank_main(rank: int) -> tuple[dict[str, float], list[str]]:
         model = sharded()
@@ -352,11 +378,13 @@ def test_states_of_different_steps(kind: str, alone: bool) -> None:
     (text, weights), (other_text, other_weights) = run_threads(2, rank_main)
     assert text == other_text
     what = (
-        "step 3, that of rank 1 step 2" if kind == "adamw" else r"rounding_counter \d+/3, that of rank 1 rounding_counter \d+/2"
+        "step 3, that of rank 1 step 2"
+        if kind == "adamw"
+        else r"rounding_counter \d+/3, that of rank 1 rounding_counter \d+/2"
     )
-    assert re.match(rf"{'n' if kind == 'adamw' else 'a'}: the state of rank 0 has {what}\. .*load the same checkpoint", text), (
-        text
-    )
+    assert re.match(
+        rf"{'n' if kind == 'adamw' else 'a'}: the state of rank 0 has {what}\. .*load the same checkpoint", text
+    ), text
     assert_same_bits(weights, other_weights)
 
 
@@ -386,7 +414,9 @@ def test_only_the_first_vote_after_loading_reads_the_state(monkeypatch: pytest.M
 
 
 def test_dcp_of_a_plain_state_dict_on_another_mesh(tmp_path: Any) -> None:
-    """``dcp.save({"optimizer": optimizer})`` saves the state_dict as it is, and loads it into the tensors of another mesh."""
+    """``dcp.save({"optimizer": optimizer})`` saves the state_dict as it is, and loads it into the tensors of
+    another mesh.
+    """
     whole: dict[str, Tensor] = {}
 
     def save(rank: int) -> None:
@@ -520,7 +550,9 @@ def test_wrong_states_are_refused_whole(part: int) -> None:
     assert refused > 50
 
 
-@pytest.mark.parametrize("wrong", [None, [], 3, "state", {}, {"state": {}}, {"state": [], "param_groups": {}}], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", [None, [], 3, "state", {}, {"state": {}}, {"state": [], "param_groups": {}}], ids=repr
+)
 def test_what_is_no_state_dict_at_all(wrong: Any) -> None:
     with pytest.raises(StateError, match="not the state_dict of an optimizer"):
         build(Model()).load_state_dict(wrong)
@@ -556,7 +588,9 @@ def test_any_mapping_may_hold_the_state_of_a_parameter() -> None:
         assert_same_bits(loaded.values(), entry.values())
 
 
-@pytest.mark.parametrize("value", [str.upper, [].append, len, cyclic()], ids=["a C method", "bound", "built-in", "holds itself"])
+@pytest.mark.parametrize(
+    "value", [str.upper, [].append, len, cyclic()], ids=["a C method", "bound", "built-in", "holds itself"]
+)
 def test_values_that_cannot_be_stored(value: Any) -> None:
     """As a user's own value in a group, and as a scheme."""
     for key in ("mine", "scheme") if callable(value) else ("mine",):

@@ -20,7 +20,10 @@ SHAPES = ((8, 12), (12, 8), (8, 12), (3, 6, 4), (5,), (7, 2))
 
 def build(params: Sequence[Tensor], **options: Any) -> Muon:
     """Matrices and experts in Muon, the last two parameters in AdamW."""
-    written = [group(params[:4], prefix="experts", expert_keys=["experts"]), group(params[4:], use_muon=False, prefix="norms")]
+    written = [
+        group(params[:4], prefix="experts", expert_keys=["experts"]),
+        group(params[4:], use_muon=False, prefix="norms"),
+    ]
     return Muon(written, **{"lr": LR, **options})
 
 
@@ -115,7 +118,10 @@ def test_loading_hooks_may_adapt_a_foreign_state() -> None:
     fresh = muon(copies(params))
 
     def rename(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {**state_dict, "state": {key: {"momentum_buffer": entry["buf"]} for key, entry in state_dict["state"].items()}}
+        return {
+            **state_dict,
+            "state": {key: {"momentum_buffer": entry["buf"]} for key, entry in state_dict["state"].items()},
+        }
 
     fresh.register_load_state_dict_pre_hook(rename)
     fresh.load_state_dict(foreign)
@@ -178,7 +184,10 @@ WRONG_SHAPE = torch.zeros(3, 3)
             put("state", 4, "exp_avg_sq"),
             r"norms\.0\.weight is optimized by AdamW .* but its saved state has \['exp_avg', 'step'\]",
         ),
-        (put("param_groups", 1), r"It lacks norms\.0\.weight, norms\.1\.weight; the optimizer lacks none\. .*strict=False"),
+        (
+            put("param_groups", 1),
+            r"It lacks norms\.0\.weight, norms\.1\.weight; the optimizer lacks none\. .*strict=False",
+        ),
         (
             put("param_groups", 0, "params", value=[0, 1]),
             r"the optimizer have \[4, 2\] parameters, those of the state_dict \[2, 2\]: it was saved from another model",
@@ -187,7 +196,10 @@ WRONG_SHAPE = torch.zeros(3, 3)
             put("param_groups", 0, "params", value=[0, 1, 2, 4]),
             r"group 1 of the state_dict lists a parameter that is listed before",
         ),
-        (put("param_groups", 0, "use_muon", value=False), r"experts\.0\.weight.* use_muon=True, the state_dict's has False"),
+        (
+            put("param_groups", 0, "use_muon", value=False),
+            r"experts\.0\.weight.* use_muon=True, the state_dict's has False",
+        ),
     ],
 )
 def test_state_of_something_else_is_refused(edit: Any, message: str) -> None:
@@ -216,7 +228,9 @@ def test_state_of_torch_adamw_is_refused_for_matrices() -> None:
 
 
 def test_step_counts_come_back_as_the_step_needs_them() -> None:
-    """Saved as a number, or in another dtype or shape; a matrix of Muon has none, and what it is given is not looked at."""
+    """Saved as a number, or in another dtype or shape; a matrix of Muon has none, and what it is given is not
+    looked at.
+    """
     params = make_params(*SHAPES)
     optimizer = build(params)
     run(optimizer, params, range(2))

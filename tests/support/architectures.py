@@ -30,7 +30,8 @@ _LAYERS = {
     "num_decoder_layers",
     "depth",
 }
-_DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "num_k_dense")  # before the first mixture
+# before the first mixture
+_DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "num_k_dense")
 _NEEDED: Mapping[str, Mapping[str, Any]] = {  # what some configs do not default to
     "autoformer": {"prediction_length": 24},
     "informer": {"prediction_length": 24},
@@ -65,7 +66,9 @@ def transformers_classes() -> Iterator[tuple[str, str]]:
     """All (model type, name of a model class) that transformers' auto classes know."""
     modeling = importlib.import_module("transformers.models.auto.modeling_auto")
     tables = [
-        getattr(modeling, name) for name in sorted(dir(modeling)) if name.endswith("_MAPPING_NAMES") and name.startswith("MODEL_")
+        getattr(modeling, name)
+        for name in sorted(dir(modeling))
+        if name.endswith("_MAPPING_NAMES") and name.startswith("MODEL_")
     ]
     for model_type in library("transformers").CONFIG_MAPPING:
         names: dict[str, None] = {}
@@ -94,7 +97,9 @@ def build_transformers(model_type: str, class_name: str, **overrides: Any) -> nn
 
 def _on_meta(model_class: Any, config: Any) -> nn.Module:
     with torch.device("meta"):
-        model: nn.Module = model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
+        model: nn.Module = (
+            model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
+        )
     return model
 
 
@@ -151,7 +156,11 @@ def build_diffusers(name: str) -> nn.Module:
     diffusers = library("diffusers")
     model_class = getattr(diffusers, name)
     defaults = inspect.signature(model_class.__init__).parameters
-    few = {key: min(DEPTH, value.default) for key, value in defaults.items() if key in _LAYERS and isinstance(value.default, int)}
+    few = {
+        key: min(DEPTH, value.default)
+        for key, value in defaults.items()
+        if key in _LAYERS and isinstance(value.default, int)
+    }
     few |= {key: 2 for key in ("num_single_layers", "num_refiner_layers") if key in defaults}
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")

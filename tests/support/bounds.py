@@ -2,15 +2,17 @@
 
 A dtype with p significant bits rounds each operation by at most u = 2⁻ᵖ of its result. From this follow
 
-- a sum of k numbers, in whatever order and with or without fused operations: off by at most k·u·Σ|summands| (``sum_error``);
-- a product a·b over k terms: off by at most k·u·|a|·|b| (``product_error``), and if it is stored in fewer bits than it is summed
-  in, by u of the stored number;
+- a sum of k numbers, in whatever order and with or without fused operations: off by at most k·u·Σ|summands|
+  (``sum_error``);
+- a product a·b over k terms: off by at most k·u·|a|·|b| (``product_error``), and if it is stored in fewer bits than it
+  is summed in, by u of the stored number;
 - Newton–Schulz: the same iteration in float64, where every product is moved at random by up to √k·u·|a|·|b|
-  (``orthogonalize_error``). Of k roundings in independent directions, each at most u of a partial sum, and a partial sum is at
-  most |a|·|b|, so that √k·u·|a|·|b| is more than their standard deviation on any machine. The amplification of what
-  is rounded early by what follows is in the simulation, not assumed;
-- whole training runs, whose gradients depend on the weights: the same run again, from weights that are moved by as much as all
-  roundings of the run together (``nudge``). How far it ends from the first shows how far rounding may lead (``led_astray``).
+  (``orthogonalize_error``). Of k roundings in independent directions, each at most u of a partial sum, and a partial
+  sum is at most |a|·|b|, so that √k·u·|a|·|b| is more than their standard deviation on any machine. The amplification
+  of what is rounded early by what follows is in the simulation, not assumed;
+- whole training runs, whose gradients depend on the weights: the same run again, from weights that are moved by as much
+  as all roundings of the run together (``nudge``). How far it ends from the first shows how far rounding may lead
+  (``led_astray``).
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ def product_error(a: Tensor, b: Tensor) -> Tensor:
 def norm_error(count: int, dtype: torch.dtype, order: float = 2.0, *, blocks: int = 1) -> float:
     """Bound on the relative error of the norm of ``count`` numbers that are added up in ``dtype``.
 
-    The root takes the error of the sum to 1/order of it. Powers and roots are off by at most 4 units each. Of many roundings in
-    independent directions, six standard deviations: 6·√k·u instead of k·u (Higham and Mary, 2019). If they are added up in
-    ``blocks``, the errors of these are independent, too.
+    The root takes the error of the sum to 1/order of it. Powers and roots are off by at most 4 units each. Of many
+    roundings in independent directions, six standard deviations: 6·√k·u instead of k·u (Higham and Mary, 2019). If they
+    are added up in ``blocks``, the errors of these are independent, too.
     """
     if math.isinf(order):
         return 0.0
@@ -85,8 +87,8 @@ def orthogonalize_error(
         form: the form of the iteration, or its blocks.
         dtype: of the products; that of ``x`` unless given.
         given: what ``x`` is rounded to before it enters; ``dtype`` unless given.
-        frobenius: whether the error is the Frobenius norm. Otherwise it is the spectral norm, which no entry and no singular
-            value is further off than.
+        frobenius: whether the error is the Frobenius norm. Otherwise it is the spectral norm, which no entry and no
+            singular value is further off than.
     """
     dtype = dtype or x.dtype
     blocks = form if isinstance(form, tuple) else blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
@@ -121,18 +123,20 @@ def moved_error(
     dtype: torch.dtype | None = None,
     momentum: torch.dtype | None = None,
 ) -> float:
-    """Bound on the difference between two runs of Muon from ``start`` to ``end`` on normal random gradients, relative to the way.
+    """Bound on the difference between two runs of Muon from ``start`` to ``end`` on normal random gradients, relative
+    to the way.
 
     Both are off by the error of each update, and by the rounding of the parameter where it is decayed and where it is
-    moved. Errors of different updates are independent, so that their squares add; no single update is longer than the whole way.
+    moved. Errors of different updates are independent, so that their squares add; no single update is longer than the
+    whole way.
 
     Args:
         start: a parameter before the steps, in the dtype that it is stored in.
         end: the same after the steps.
         updates: number of steps.
-        scheme: the polynomial. For the polar factor by SVD, many steps of ``polar_express``: they are as steep as it is.
-        dtype: of the products; that of the parameter, but at least float32, unless given.
-        momentum: dtype that the momentum is stored in; that of the products unless given.
+        scheme: the polynomial. For the polar factor by SVD, many steps of ``polar_express``: they are as steep as it
+        is. dtype: of the products; that of the parameter, but at least float32, unless given. momentum: dtype that the
+        momentum is stored in; that of the products unless given.
     """
     products = dtype or (torch.float32 if start.dtype.itemsize == 2 else start.dtype)
     shapes = {(start.size(0), start.numel() // start.size(0)), (start.size(-2), start.size(-1))}  # a filter, or experts
@@ -162,7 +166,8 @@ def rounded_iteration(
 ) -> Tensor:
     """Newton–Schulz in float64 with every product rounded by ``rounding``; exact without.
 
-    ``mirrored`` takes one triangle of each symmetric product for both, as happens where products are computed by panels.
+    ``mirrored`` takes one triangle of each symmetric product for both, as happens where products are computed by
+    panels.
     """
     if x.size(0) > x.size(1):
         return rounded_iteration(x.mT, steps, blocks, rounding, mirrored=mirrored).mT
@@ -175,7 +180,8 @@ def rounded_iteration(
         return rounding(exact, size if addend is None else size + abs(beta) * addend.abs(), a.size(1) + 2)
 
     def symmetric(a: Tensor, b: Tensor) -> Tensor:
-        # As the library multiplies: by the transpose, which is the same on paper and rounds worse where one value is large.
+        # As the library multiplies: by the transpose, which is the same on paper and rounds worse where one value is
+        # large.
         result = product(a, b.mT)
         return result.tril() + result.tril(-1).mT if mirrored else result
 
@@ -220,13 +226,15 @@ def nudge(parameters: Iterable[Tensor], steps: int, *, seed: int) -> None:
 def led_astray(run: Sequence[float], nudged: Sequence[Sequence[float]]) -> list[float]:
     """Bound on what rounding changes of a series, such as losses, from the same series of ``nudged`` runs.
 
-    At every step the largest difference up to there. The room is for directions in which a gradient is zero but for rounding,
-    which Muon takes as seriously as the others: there a nudge does no more than another order of summation. Each value is itself
-    a float32 sum, rounded in another order on another number of processes: differences of that size are always allowed, also
-    where all nudged runs happen to give the same number.
+    At every step the largest difference up to there. The room is for directions in which a gradient is zero but for
+    rounding, which Muon takes as seriously as the others: there a nudge does no more than another order of summation.
+    Each value is itself a float32 sum, rounded in another order on another number of processes: differences of that
+    size are always allowed, also where all nudged runs happen to give the same number.
     """
     bounds, largest = [], 0.0
     for k, value in enumerate(run):
-        largest = max(largest, _ROUNDINGS_OF_A_VALUE * SINGLE * abs(value), *(abs(other[k] - value) for other in nudged))
+        largest = max(
+            largest, _ROUNDINGS_OF_A_VALUE * SINGLE * abs(value), *(abs(other[k] - value) for other in nudged)
+        )
         bounds.append(4 * largest)
     return bounds

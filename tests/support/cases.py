@@ -48,7 +48,8 @@ class Case:
     threads: int = 1
     misplaced: bool = False  # parameters and gradients at addresses that no allocator would choose
     spoilt: tuple[tuple[int, int], ...] = ()  # (step, parameter): a holder's gradient has a NaN or an infinity then
-    missing: tuple[tuple[int, int, int], ...] = ()  # (step, parameter, rank): this rank and its replicas have no gradient then
+    # (step, parameter, rank): this rank and its replicas have no gradient then
+    missing: tuple[tuple[int, int, int], ...] = ()
     offload: int | None = None  # seeds when each rank turns offload on and off; one device never does
     averages: bool = False  # DistMuon, each rank with gradients of its own
     divided: bool = False  # plain tensors are replicas; else each rank knows only its own
@@ -60,7 +61,10 @@ Held = list[list[Tensor]]  # rank → parameter → the flat indices of the elem
 
 def initial(case: Case) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [_put(case, k, torch.randn(param.shape, generator=generator).to(param.dtype)) for k, param in enumerate(case.params)]
+    return [
+        _put(case, k, torch.randn(param.shape, generator=generator).to(param.dtype))
+        for k, param in enumerate(case.params)
+    ]
 
 
 def gradient(case: Case, step: int, k: int) -> Tensor | None:
@@ -98,10 +102,14 @@ class Gradients:
         if self._case.averages:
             return lacking
         shards = [tuple(held[k][:1].tolist()) for held in self._held]  # the first element tells which shard it is
-        return lacking | {rank for rank, shard in enumerate(shards) if shard and shard in {shards[other] for other in lacking}}
+        return lacking | {
+            rank for rank, shard in enumerate(shards) if shard and shard in {shards[other] for other in lacking}
+        }
 
     def _culprits(self, step: int, k: int) -> list[int]:
-        """The last rank whose gradient has the element that is spoilt; all of them unless it is known that they hear of it."""
+        """The last rank whose gradient has the element that is spoilt; all of them unless it is known that they
+        hear of it.
+        """
         if (step, k) not in self._case.spoilt or _finite(self._case, step, k) is None:
             return []
         element, lacking = _spoilt_element(self._case, step, k), self._lacking(step, k)
@@ -137,7 +145,9 @@ class Gradients:
 
     def active(self, step: int) -> set[int]:
         """Matrices with a gradient on some rank."""
-        with_gradient = {k for k, param in enumerate(self._case.params) if not param.frozen and step not in param.unused}
+        with_gradient = {
+            k for k, param in enumerate(self._case.params) if not param.frozen and step not in param.unused
+        }
         return {k for k in with_gradient if self._case.params[k].muon and len(self._lacking(step, k)) < len(self._held)}
 
     def skipped_steps(self) -> int:
@@ -158,7 +168,8 @@ def _put(case: Case, k: int, value: Tensor) -> Tensor:
 def build(case: Case, params: Sequence[nn.Parameter], kind: type[Muon] = Muon, **options: Any) -> Muon:
     groups: list[dict[str, Any]] = []
     names = [
-        f"layers.{k}.experts.weight" if len(param.shape) == 3 else f"layers.{k}.weight" for k, param in enumerate(case.params)
+        f"layers.{k}.experts.weight" if len(param.shape) == 3 else f"layers.{k}.weight"
+        for k, param in enumerate(case.params)
     ]
     splits = {name: param.split for name, param in zip(names, case.params, strict=True)}
     for use_muon, flipped in ((True, False), (True, True), (False, False)):
@@ -189,7 +200,9 @@ def run(
     prepares: bool = False,
     **options: Any,
 ) -> tuple[list[Tensor], States, Muon]:
-    """This rank's part of the parameters and of their state after all steps; ``watch`` sees the optimizer after each."""
+    """This rank's part of the parameters and of their state after all steps; ``watch`` sees the optimizer after
+    each.
+    """
     optimizer = build(case, params, **options)
     if prepares:
         optimizer.prepare()
@@ -217,8 +230,8 @@ def _trainable(case: Case, values: Sequence[Tensor]) -> list[nn.Parameter]:
 def as_parameter(value: Tensor, requires_grad: bool) -> nn.Parameter:
     """``nn.Parameter(value)``, which for a DTensor begins with ``detach()``; this leaves that out.
 
-    Before that operation torch 2.15 lists all combinations of placements over the axes of the mesh, in each of the threads that
-    are ranks here: half a minute for one case on 12 ranks.
+    Before that operation torch 2.15 lists all combinations of placements over the axes of the mesh, in each of the
+    threads that are ranks here: half a minute for one case on 12 ranks.
     """
     if not isinstance(value, DTensor):
         return nn.Parameter(value, requires_grad=requires_grad)
@@ -227,7 +240,9 @@ def as_parameter(value: Tensor, requires_grad: bool) -> nn.Parameter:
 
 
 def single(case: Case, held: Held | None = None) -> tuple[list[Tensor], States]:
-    """The same on one device, with whole tensors; ``held`` is needed where ranks lack or spoil gradients, or average them."""
+    """The same on one device, with whole tensors; ``held`` is needed where ranks lack or spoil gradients, or
+    average them.
+    """
     params = _trainable(case, initial(case))
     grads = partial(gradient, case) if held is None else Gradients(case, held).whole
     return run(case, params, grads)[:2]
@@ -242,7 +257,9 @@ def place(case: Case, meshes: Sequence[DeviceMesh], k: int, value: Tensor) -> Te
     if not case.misplaced:
         return cut
     shard = _put(case, k + dist.get_rank(), cut.to_local())
-    return DTensor.from_local(shard, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride())
+    return DTensor.from_local(
+        shard, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+    )
 
 
 def sharded(
@@ -277,7 +294,11 @@ def sharded(
 
 
 def check(
-    case: Case, meshes: Sequence[DeviceMesh], expected: tuple[list[Tensor], States], held: Held | None = None, **options: Any
+    case: Case,
+    meshes: Sequence[DeviceMesh],
+    expected: tuple[list[Tensor], States],
+    held: Held | None = None,
+    **options: Any,
 ) -> Muon:
     """Runs the case on this rank and demands the bits that one device found, cut by torch."""
     values, states, optimizer = sharded(case, meshes, held, **options)
@@ -307,11 +328,17 @@ def check_shards(
 
 def placed_like(whole: Tensor, like: Tensor) -> Tensor:
     """Torch itself cuts a whole tensor as the scales of momentum in int8 are cut."""
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None) if isinstance(like, DTensor) else whole
+    return (
+        distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        if isinstance(like, DTensor)
+        else whole
+    )
 
 
 def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int, int], set[int]]) -> None:
-    """Runs a case on a mesh of one axis in which, at (step, parameter), some ranks lack the gradient: zeros on one device."""
+    """Runs a case on a mesh of one axis in which, at (step, parameter), some ranks lack the gradient: zeros on one
+    device.
+    """
     missing = tuple((step, k, rank) for (step, k), ranks in without_gradient.items() for rank in sorted(ranks))
     case, held = replace(case, missing=missing), Held([] for _ in range(mesh.size()))
     for param in case.params:

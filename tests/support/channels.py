@@ -16,7 +16,9 @@ SECONDS = 60.0  # no test that passes waits so long
 
 
 class Doors:
-    """The messages that ranks share while they connect. ``change`` may alter the door of a rank before the others see it."""
+    """The messages that ranks share while they connect. ``change`` may alter the door of a rank before the others
+    see it.
+    """
 
     def __init__(self, size: int, change: Callable[[int, Door], Door] = lambda position, door: door) -> None:
         self._shared: dict[int, dict[int, bytes]] = {}  # by turn and position
@@ -43,8 +45,11 @@ class Doors:
         return share
 
 
-def run_channels(size: int, main: Callable[[HostChannel, int], T], doors: Doors | None = None) -> list[T | RuntimeError]:
-    """What ``main(channel, position)`` returns on each rank, or the RuntimeError that it raises; other errors are raised here.
+def run_channels(
+    size: int, main: Callable[[HostChannel, int], T], doors: Doors | None = None
+) -> list[T | RuntimeError]:
+    """What ``main(channel, position)`` returns on each rank, or the RuntimeError that it raises; other errors are
+    raised here.
 
     As in a step, a rank whose ``main`` fails ends its channel. The ranks number 100, 101, ….
     """

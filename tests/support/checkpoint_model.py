@@ -167,7 +167,9 @@ def train(model: Model, optimizer: Muon, steps: range) -> None:
             if spec.frozen or step < spec.first:
                 param.grad = None
                 continue
-            value = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1000 * (step + 1) + k)).to(spec.dtype)
+            value = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1000 * (step + 1) + k)).to(
+                spec.dtype
+            )
             param.grad = like(param, value)
         optimizer.step()
 
@@ -242,6 +244,8 @@ def whole_state(model: nn.Module, optimizer: Muon, options: StateDictOptions | N
     }
 
 
-def load_whole(model: nn.Module, optimizer: Muon, state: dict[str, Any], options: StateDictOptions | None = None) -> None:
+def load_whole(
+    model: nn.Module, optimizer: Muon, state: dict[str, Any], options: StateDictOptions | None = None
+) -> None:
     set_model_state_dict(model, state["model"], options=options)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)

@@ -36,7 +36,9 @@ def scale(weight: Tensor, start: int, stop: int, factor: Tensor) -> None:
     weight[start:stop] = (weight[start:stop].to(factor.dtype) * factor).to(weight.dtype)
 
 
-def clipped(weight: Tensor, heads: Sequence[Sequence[float]], threshold: float, head_dim: int, start: int = 0) -> Tensor:
+def clipped(
+    weight: Tensor, heads: Sequence[Sequence[float]], threshold: float, head_dim: int, start: int = 0
+) -> Tensor:
     """``weight`` with the rows of each head scaled by √γ; ``heads`` are the logits of each head."""
     weight = weight.clone()
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32

@@ -18,7 +18,8 @@ _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "all_to_all_sin
 
 @contextmanager
 def counted_collectives() -> Iterator[dict[int, list[tuple[str, int]]]]:
-    """Rank → what it has called, with the number of elements of the tensor; ``("new_group", 0)`` for a new process group.
+    """Rank → what it has called, with the number of elements of the tensor; ``("new_group", 0)`` for a new process
+    group.
 
     A rank may clear its own list, such as after making its meshes.
     """

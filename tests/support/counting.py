@@ -54,7 +54,9 @@ class Wire:
         return waves
 
     def check(self, rank: int) -> None:
-        assert self.nbytes.get(rank, 0) == self.planned.get(rank, 0), f"rank {rank}: bytes sent and bytes planned differ"
+        assert self.nbytes.get(rank, 0) == self.planned.get(rank, 0), (
+            f"rank {rank}: bytes sent and bytes planned differ"
+        )
         assert self.to_self.get(rank, 0) == 0, f"rank {rank} sends to itself"
 
 
@@ -69,7 +71,9 @@ def counted() -> Iterator[Wire]:
         warm_up(*args)
         this_rank.warms_up = False
 
-    def counting(output: Tensor, sent: Tensor, output_splits: list[int], splits: list[int], *, group: Any, async_op: bool) -> Any:
+    def counting(
+        output: Tensor, sent: Tensor, output_splits: list[int], splits: list[int], *, group: Any, async_op: bool
+    ) -> Any:
         if not getattr(this_rank, "warms_up", False):
             wire.record(sent, splits, group)
         return original(output, sent, output_splits, splits, group=group, async_op=async_op)
@@ -79,7 +83,9 @@ def counted() -> Iterator[Wire]:
 
 
 def bytes_sent(plan: PlanData, *, averages: bool) -> dict[int, int]:
-    """Rank → bytes that it sends in a step of ``Muon``, or of ``DistMuon``, which ``averages`` gradients at the owners."""
+    """Rank → bytes that it sends in a step of ``Muon``, or of ``DistMuon``, which ``averages`` gradients at the
+    owners.
+    """
     if not averages:
         return plan.bytes_sent
     total = dict.fromkeys(plan.ranks, 0)
@@ -90,7 +96,9 @@ def bytes_sent(plan: PlanData, *, averages: bool) -> dict[int, int]:
 
 
 def buffer_bytes(plan: PlanData, *, averages: bool) -> dict[int, int]:
-    """Rank → bytes of its exchange buffers. ``DistMuon`` has buffers for all waves at once, and for the averages of one."""
+    """Rank → bytes of its exchange buffers. ``DistMuon`` has buffers for all waves at once, and for the averages of
+    one.
+    """
     if not averages:
         return {rank: plan.buffer_bytes(rank) for rank in plan.ranks}
     averaged = [dict.fromkeys(plan.ranks, 0) for _ in plan.wave_lanes]

@@ -1,10 +1,13 @@
-"""A machine that rounds by address, by place in a tensor and by batch: faults that few machines show appear on every one.
+"""A machine that rounds by address, by place in a tensor and by batch: faults that few machines show appear on every
+one.
 
 Under ``HostileArithmetic`` the last bit of a result changes
 
-* of a product, for every matrix of which an operand or the result does not begin at a multiple of 64 bytes (as MKL does on AMD);
+* of a product, for every matrix of which an operand or the result does not begin at a multiple of 64 bytes (as MKL does
+  on AMD);
 * of ``a + alpha·b`` and fused AdamW, for the last elements of a tensor (as kernels with vectors do);
-* with ``company=True``, of a product, for every matrix of a batch but the first (as BLAS libraries with several threads do);
+* with ``company=True``, of a product, for every matrix of a batch but the first (as BLAS libraries with several threads
+  do);
 
 and memory for workspaces is handed out at addresses that are no multiple of 64 bytes.
 """
@@ -45,17 +48,24 @@ class HostileArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._adamw(func, args, kwargs)
         result = func(*args, **kwargs)
         if name in PRODUCTS:
-            self._nudge_matrices(result, [tensor for tensor in (*args, result) if type(tensor) in (Tensor, nn.Parameter)])
+            self._nudge_matrices(
+                result, [tensor for tensor in (*args, result) if type(tensor) in (Tensor, nn.Parameter)]
+            )
         elif name in SCALED_SUMS and kwargs.get("alpha", 1) != 1:
             for tensor in args[0] if isinstance(args[0], (list, tuple)) else [result]:
                 self._nudge_tail(tensor)
         return result
 
     def _adamw(self, func: Any, args: Any, kwargs: Any) -> None:
-        """All elements by whole vectors, whatever this machine would do with the last ones, which are changed afterwards."""
+        """All elements by whole vectors, whatever this machine would do with the last ones, which are changed
+        afterwards.
+        """
         lists = args[:4]  # parameters, gradients, first and second moments
         orders = [sorted(range(param.dim()), key=param.stride, reverse=True) for param in lists[0]]
-        flat = [[tensor.permute(order).reshape(-1) for tensor, order in zip(tensors, orders, strict=True)] for tensors in lists]
+        flat = [
+            [tensor.permute(order).reshape(-1) for tensor, order in zip(tensors, orders, strict=True)]
+            for tensors in lists
+        ]
         padded = [[F.pad(row, (0, -len(row) % 64)) for row in rows] for rows in flat]
         func(*padded, *args[4:], **kwargs)
         for tensors, rows in zip(lists, padded, strict=True):

@@ -41,22 +41,24 @@ PHASES = (
 )
 _STARTED = {"before the gather": "gather", "gather": "gather", "before the scatter": "scatter", "scatter": "scatter"}
 
-# How far the other ranks must have come when the rank of the fault dies, so that none of them is still in an earlier phase.
+# How far the other ranks must have come when the rank of the fault dies, so that none of them is still in an earlier
+# phase.
 _AWAITED = {
     **dict.fromkeys(("planning", "before the agreement", "in the agreement", "making ready"), "before the agreement"),
     "warm-up exchange": "warm-up exchange",
     **dict.fromkeys(("before the gather", "gather", "orthogonalise"), "before the gather"),
     **dict.fromkeys(("before the scatter", "scatter", "adamw", "update"), "before the scatter"),
 }
-_MOST_SECONDS = GROUP_TIMEOUT + 50.0  # after which a file that does not come is an error; a timeout may be what lets it come
+# after which a file that does not come is an error; a timeout may be what lets it come
+_MOST_SECONDS = GROUP_TIMEOUT + 50.0
 
 
 @dataclass(frozen=True)
 class Fault:
     """``action`` happens on ``rank`` in ``step``, the first time that ``phase`` is reached.
 
-    The other ranks touch ``arrived<rank>`` in ``folder`` once they have come as far as ``_AWAITED`` says. They then do what
-    ``others_do`` says.
+    The other ranks touch ``arrived<rank>`` in ``folder`` once they have come as far as ``_AWAITED`` says. They then do
+    what ``others_do`` says.
     """
 
     rank: int

@@ -1,7 +1,7 @@
 """Compiles the Triton kernel ahead of time, for GPUs that are not here, and reads what the compiled kernel needs.
 
-Triton brings its own compiler and assembler, so neither a GPU, a CUDA toolkit nor a C compiler is needed. Triton must have been
-imported without ``TRITON_INTERPRET``.
+Triton brings its own compiler and assembler, so neither a GPU, a CUDA toolkit nor a C compiler is needed. Triton must
+have been imported without ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def compile_kernel(variant: KernelVariant, tiling: Tiling, capability: int) -> C
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": tiling.warps, "num_stages": tiling.stages, "enable_fp_fusion": True},
     )
-    return CompiledKernel(compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps)
+    return CompiledKernel(
+        compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps
+    )
 
 
 def _source(kernel: Any, variant: KernelVariant, tiling: Tiling) -> Any:
@@ -112,7 +114,9 @@ def resources_of(cubin: bytes) -> Resources:
 
 
 def dot_instructions(ptx: str) -> set[str]:
-    """The instructions that multiply, each with the inner dim that it sums at once: two kernels with one of them sum alike."""
+    """The instructions that multiply, each with the inner dim that it sums at once: two kernels with one of them
+    sum alike.
+    """
     found = {f"mma.sync k{depth}" for depth in re.findall(r"\bmma\.sync\S*\.m\d+n\d+k(\d+)\.", ptx)}
     found |= {f"wgmma k{depth}" for depth in re.findall(r"\bwgmma\.mma_async\S*\.m\d+n\d+k(\d+)\.", ptx)}
     return found | {f"tcgen05 {kind}" for kind in re.findall(r"\btcgen05\.mma\S*\.kind::(\w+)", ptx)}

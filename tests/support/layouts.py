@@ -48,7 +48,8 @@ def ours(placement: TorchPlacement) -> Placement:
 def random_shape(rng: random.Random, dims: int) -> tuple[int, ...]:
     """Mostly small sizes, so that shards are often uneven and sometimes empty."""
     return tuple(
-        rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13] if rng.random() < 0.6 else [1, 2, 3, 4, 5]) for _ in range(dims)
+        rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13] if rng.random() < 0.6 else [1, 2, 3, 4, 5])
+        for _ in range(dims)
     )
 
 

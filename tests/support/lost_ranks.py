@@ -86,7 +86,8 @@ def _rank_main(rank: int, this: Try, folder: Path, reports: Connection, end: Con
 
 
 def _lose(this: Try, reports: Connection) -> None:
-    if this.how == "killed, a fork lives" and os.fork() == 0:  # as a data loader's worker does, which inherits gloo's connections
+    # as a data loader's worker does, which inherits gloo's connections
+    if this.how == "killed, a fork lives" and os.fork() == 0:
         time.sleep(DEAF)
         os._exit(0)
     reports.send((this.lost, time.monotonic(), ""))
@@ -131,13 +132,17 @@ class _Running:
             return None
         complete = len(others) == WORLD - 1 and all(text.startswith("TransportError") for _, text in others.values())
         heard = max(moment for moment, _ in others.values()) - self._lost_at if complete else float("inf")
-        return Outcome(self.this, heard, self._finish(), tuple(f"rank {rank}: {text}" for rank, (_, text) in self._heard.items()))
+        return Outcome(
+            self.this, heard, self._finish(), tuple(f"rank {rank}: {text}" for rank, (_, text) in self._heard.items())
+        )
 
     def _finish(self) -> float:
         begun = time.monotonic()
         self._end.send(None)
         # Not ``join``, which waits for the end of forks as well.
-        while (hung := any(process.exitcode is None for process in self._processes)) and time.monotonic() < begun + 15.0:
+        while (
+            hung := any(process.exitcode is None for process in self._processes)
+        ) and time.monotonic() < begun + 15.0:
             time.sleep(0.01)
         for process in self._processes:  # each began a session of its own, to which its forks belong
             try:
@@ -157,7 +162,9 @@ def _session(rank: int, *args: Any) -> None:
 
 
 def _warm_up() -> None:
-    """A step of one rank: forks then need not import what it imports. Of several, torch would remember this one's shards."""
+    """A step of one rank: forks then need not import what it imports. Of several, torch would remember this one's
+    shards.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
@@ -187,7 +194,9 @@ def run_tries(numbers: range, beside: int, tell: Callable[[Outcome], None]) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=40)
-    parser.add_argument("--first", type=int, default=0, help="number of the first try; a number always gives the same loss")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first try; a number always gives the same loss"
+    )
     parser.add_argument("--beside", type=int, default=2, help="tries at the same time")
     options = parser.parse_args()
     outcomes: list[Outcome] = []
@@ -204,8 +213,8 @@ def main() -> None:
                     in_time, ended = sum(seconds <= 5.0 for seconds in heard), max(one.ended for one in of_kind)
                     middle = heard[len(heard) // 2]
                     print(
-                        f"{len(outcomes):5d} tries, {how}: {in_time} of {len(heard)} heard within 5 s, median {middle:.2f} s, "
-                        f"slowest {heard[-1]:.2f} s, last process ended {ended:.2f} s later",
+                        f"{len(outcomes):5d} tries, {how}: {in_time} of {len(heard)} heard within 5 s, median "
+                        f"{middle:.2f} s, slowest {heard[-1]:.2f} s, last process ended {ended:.2f} s later",
                         flush=True,
                     )
 

@@ -1,17 +1,21 @@
-"""A c10d back end on real processes that keeps NCCL's rules, so that code which relies on more than NCCL promises fails on it.
+"""A c10d back end on real processes that keeps NCCL's rules, so that code which relies on more than NCCL promises fails
+on it.
 
-It takes CPU tensors, but says that it moves those of GPUs alone: meshmuon must vote beside it, over connections of its own.
+It takes CPU tensors, but says that it moves those of GPUs alone: meshmuon must vote beside it, over connections of its
+own.
 
-- A group that is made while the default group has a bound device is split from it: all ranks of the default group take part.
-  Any other group connects at its first collective, in which all of its ranks take part.
+- A group that is made while the default group has a bound device is split from it: all ranks of the default group take
+  part. Any other group connects at its first collective, in which all of its ranks take part.
 - The host blocks at its first contact with a peer until the peer has come to the same point.
-- The input of a collective is read as late as possible: when a peer waits for it, or this rank itself does. The output holds NaN
-  until ``wait()``. Ranks that have nothing for each other have no contact.
-- The n-th collective of a rank in a group meets the n-th of every other rank. Nothing else is ordered: a collective that has
-  completed says nothing of those that were started before it. Kinds, dtypes and sizes of both sides are compared.
+- The input of a collective is read as late as possible: when a peer waits for it, or this rank itself does. The output
+  holds NaN until ``wait()``. Ranks that have nothing for each other have no contact.
+- The n-th collective of a rank in a group meets the n-th of every other rank. Nothing else is ordered: a collective
+  that has completed says nothing of those that were started before it. Kinds, dtypes and sizes of both sides are
+  compared.
 - Nobody hears of a rank that is gone. ``abort`` wakes what waits on this rank, and only there.
 
-Threads of each process read what others send. Messages are small here, so that sending one does not wait for its reader.
+Threads of each process read what others send. Messages are small here, so that sending one does not wait for its
+reader.
 """
 
 from __future__ import annotations
@@ -227,7 +231,9 @@ class NcclLike(_ProcessGroup):  # type: ignore[misc]
         seconds = (timeout or self.options._timeout).total_seconds()
         with self.network.news:
             if not self.network.news.wait_for(lambda: self._failure is not None or not missing(), seconds):
-                raise RuntimeError(f"Timed out waiting {round(1000 * seconds)}ms at {point}: ranks {missing()} do not come")
+                raise RuntimeError(
+                    f"Timed out waiting {round(1000 * seconds)}ms at {point}: ranks {missing()} do not come"
+                )
             if self._failure is not None:
                 raise RuntimeError(f"group {self.label} of {NAME}: {self._failure}")
 
@@ -261,7 +267,9 @@ class NcclLike(_ProcessGroup):  # type: ignore[misc]
 
     # ----------------------------------------------------------------------------------------------------- collectives
 
-    def _start(self, kind: str, sent: Sequence[Tensor], outputs: Sequence[Tensor], finish: Callable[[Parts], None]) -> dist.Work:
+    def _start(
+        self, kind: str, sent: Sequence[Tensor], outputs: Sequence[Tensor], finish: Callable[[Parts], None]
+    ) -> dist.Work:
         """``outputs``: what comes from each rank, in the order of the ranks, as ``sent``."""
         assert all(map(Tensor.is_contiguous, (*sent, *outputs))), f"{kind} of a tensor that is not contiguous"
         overwritten = {output.untyped_storage().data_ptr() for output in outputs}
@@ -283,7 +291,9 @@ class NcclLike(_ProcessGroup):  # type: ignore[misc]
             self.started += 1
             collective.number = self.started
             self._under_way[self.started] = collective
-            self.history.append((kind, {rank: part.numel() for rank, part in collective.sent.items()}, collective.expected))
+            self.history.append(
+                (kind, {rank: part.numel() for rank, part in collective.sent.items()}, collective.expected)
+            )
             for rank in self.ranks:
                 expectation = self.network.wanted.pop((self.label, self.started, rank), None)
                 if expectation is not None:
@@ -340,7 +350,9 @@ class NcclLike(_ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> dist.Work:
         return self.all_gather_single(torch.zeros(self.size()), torch.zeros(1))
 
-    def _one_by_one(self, start: Callable[..., dist.Work], outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+    def _one_by_one(
+        self, start: Callable[..., dist.Work], outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> dist.Work:
         works = [start(output, sent, opts) for output, sent in zip(outputs, inputs, strict=True)]
         for work in works[:-1]:
             work.wait()
@@ -389,7 +401,9 @@ def bind_device() -> None:
 
 
 def compare_histories() -> None:
-    """Demands that all ranks have started the same collectives, with sizes that fit; for all ranks of the default group."""
+    """Demands that all ranks have started the same collectives, with sizes that fit; for all ranks of the default
+    group.
+    """
     default: Any = dist.group.WORLD
     network, store = default.network, default.network.store
     for label, group in network.groups.items():
@@ -401,4 +415,6 @@ def compare_histories() -> None:
             assert counts[0] == counts[1], f"group {label}: {counts} collectives on ranks {network.rank} and {rank}"
             for number, ((kind, sent, _), (other_kind, _, expected)) in enumerate(zip(mine, history, strict=True)):
                 pair = (kind, sent.get(rank, 0)), (other_kind, expected.get(network.rank, 0))
-                assert pair[0] == pair[1], f"group {label}, collective {number}, ranks {network.rank} and {rank}: {pair}"
+                assert pair[0] == pair[1], (
+                    f"group {label}, collective {number}, ranks {network.rank} and {rank}: {pair}"
+                )

@@ -77,7 +77,11 @@ def check_module(
         assert isinstance(sharded, DTensor), f"{name} was not wrapped"
         same(local(sharded), local(like(sharded, param.detach())), name)
         key = "momentum_buffer" if param.dim() == 2 else "exp_avg"
-        same(local(optimizer.state[sharded][key]), local(like(sharded, reference.state[param][key])), f"momentum of {name}")
+        same(
+            local(optimizer.state[sharded][key]),
+            local(like(sharded, reference.state[param][key])),
+            f"momentum of {name}",
+        )
     return model, optimizer
 
 

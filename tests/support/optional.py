@@ -25,7 +25,8 @@ def development_torch() -> str:
 
 
 def need(package: str) -> ModuleType:
-    """Imports an optional package; skips the module that asks only where torch or Python is not that of the development install.
+    """Imports an optional package; skips the module that asks only where torch or Python is not that of the development
+    install.
 
     The development install has all of them. A package that is missing there is an error, not a skipped test.
     """
@@ -40,10 +41,12 @@ def need(package: str) -> ModuleType:
 
 @cache
 def declare_missing_operators() -> None:
-    """Lets torchvision be imported where its binaries do not fit torch: those from PyPI need CUDA, and torch may be a CPU build.
+    """Lets torchvision be imported where its binaries do not fit torch: those from PyPI need CUDA, and torch may be a
+    CPU build.
 
-    Lightning, timm and others import torchvision wherever it is installed. Without its binaries it still registers shape
-    functions for two of their operators, which fails. Both are declared here without an implementation; only detection needs one.
+    Lightning, timm and others import torchvision wherever it is installed. Without its binaries it still registers
+    shape functions for two of their operators, which fails. Both are declared here without an implementation; only
+    detection needs one.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
@@ -52,4 +55,6 @@ def declare_missing_operators() -> None:
         torch.ops.load_library(Path(spec.origin).with_name("_C.so"))  # type: ignore[no-untyped-call]  # as torchvision will
     except OSError:
         for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch.library.define(
+                f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )

@@ -1,7 +1,9 @@
-"""Runs the tests while random processes of theirs are stopped for seconds at a time: a machine that is slow in the worst places.
+"""Runs the tests while random processes of theirs are stopped for seconds at a time: a machine that is slow in the
+worst places.
 
-``python -m tests.support.pauses [--seed N] [--longest SECONDS] [arguments of pytest]``. A test that the clock decides fails here
-sooner or later, on any machine. pytest's own processes are stopped less often than the ranks and scripts that tests start.
+``python -m tests.support.pauses [--seed N] [--longest SECONDS] [arguments of pytest]``. A test that the clock decides
+fails here sooner or later, on any machine. pytest's own processes are stopped less often than the ranks and scripts
+that tests start.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def paused(process: psutil.Process) -> Iterator[None]:
 
 
 def _is_of_pytest(process: psutil.Process) -> bool:
-    """Whether it runs tests itself, or is the server that ranks and scripts are forked from; these have its command line too."""
+    """Whether it runs tests itself, or is the server that ranks and scripts are forked from; these have its command
+    line too.
+    """
     command, parents = (" ".join(one.cmdline()) for one in (process, process.parent() or process))
     is_server = "forkserver" in command and "forkserver" not in parents
     return is_server or any(word in command for word in ("execnet", "-m pytest", "resource_tracker"))

@@ -59,7 +59,9 @@ def random_nodes(rng: random.Random, ranks: list[int]) -> Nodes:
     """In order of ranks or in turns, of any size, or at random."""
     size, count = rng.randint(1, max(1, len(ranks))), rng.randint(1, 4)
     places = range(len(ranks))
-    nodes = rng.choice([[k // size for k in places], [k % count for k in places], [rng.randrange(count) for _ in places]])
+    nodes = rng.choice(
+        [[k // size for k in places], [k % count for k in places], [rng.randrange(count) for _ in places]]
+    )
     return Nodes.of(dict(zip(ranks, nodes, strict=True)))
 
 

@@ -1,7 +1,8 @@
-"""Ranks as real processes, over gloo or another back end, forked from a server that has imported torch and has done nothing else.
+"""Ranks as real processes, over gloo or another back end, forked from a server that has imported torch and has done
+nothing else.
 
-``run_ranks`` runs one function on all ranks. ``JobRanks`` keeps the same processes for a list of jobs, each in a process group of
-its own. Seconds only bound how long a rank may hang: a quiet machine needs a small part of them.
+``run_ranks`` runs one function on all ranks. ``JobRanks`` keeps the same processes for a list of jobs, each in a
+process group of its own. Seconds only bound how long a rank may hang: a quiet machine needs a small part of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from torch._C._distributed_c10d import FileStore
 
 from . import nccl_like
 
-_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest", "hypothesis", __name__]
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "pytest",
+    "hypothesis",
+    __name__,
+]
 
 RankMain = Callable[..., Any]
 GROUP_TIMEOUT = 150.0  # seconds; no test that passes waits for it
@@ -50,11 +59,12 @@ def join_group(rank: int, world: int, store: Path, backend: str = "gloo") -> Non
 def shorten_timeouts(seconds: float) -> None:
     """All process groups of this rank wait so long from now on.
 
-    Tests whose ranks must time out start with ``GROUP_TIMEOUT`` and call this once nothing but the fault can make them wait: how
-    fast a machine is then decides nothing.
+    Tests whose ranks must time out start with ``GROUP_TIMEOUT`` and call this once nothing but the fault can make them
+    wait: how fast a machine is then decides nothing.
     """
     known: dict[Any, Any] = dist.distributed_c10d._world.pg_group_ranks
-    for group in (key for key in known if isinstance(key, dist.ProcessGroup)):  # torch also notes groups without this rank
+    # torch also notes groups without this rank
+    for group in (key for key in known if isinstance(key, dist.ProcessGroup)):
         group._get_backend(group._device_types[0])._set_default_timeout(timedelta(seconds=seconds))
 
 
@@ -84,7 +94,8 @@ def run_ranks(
     """
     context = fork_server()
     processes = [
-        context.Process(target=_rank_main, args=(rank, world, main, folder, backend, args), daemon=True) for rank in range(world)
+        context.Process(target=_rank_main, args=(rank, world, main, folder, backend, args), daemon=True)
+        for rank in range(world)
     ]
     for process in processes:
         process.start()
@@ -200,7 +211,12 @@ def job_ranks(jobs: Callable[[], Mapping[str, Job]], names: Sequence[str]) -> An
 
 
 def _job_rank_main(
-    rank: int, jobs: Callable[[], Mapping[str, Job]], names: Sequence[str], folder: Path, together: Any, answers: Connection
+    rank: int,
+    jobs: Callable[[], Mapping[str, Job]],
+    names: Sequence[str],
+    folder: Path,
+    together: Any,
+    answers: Connection,
 ) -> None:
     torch.set_num_threads(1)
     listed = jobs()

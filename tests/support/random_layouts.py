@@ -35,7 +35,10 @@ class Layouts:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         known = {"flat": (self.world,), "turned": self.shape[::-1]}
-        return [self.shape, *(known[name] if name in known else (self.shape[AXES.index(name)],) for name in self.others)]
+        return [
+            self.shape,
+            *(known[name] if name in known else (self.shape[AXES.index(name)],) for name in self.others),
+        ]
 
     def build(self) -> list[DeviceMesh]:
         ranks = torch.arange(self.world)
@@ -60,7 +63,9 @@ def mesh_layouts(draw: Any) -> Layouts:
 
 def placements(dims: int, axes: int) -> st.SearchStrategy[tuple[Any, ...]]:
     shard = st.builds(Shard, st.integers(0, dims - 1))
-    strided = st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), st.integers(0, dims - 1), st.integers(2, 4))
+    strided = st.builds(
+        lambda dim, factor: _StridedShard(dim, split_factor=factor), st.integers(0, dims - 1), st.integers(2, 4)
+    )
     return st.tuples(*[st.one_of(shard, shard, st.just(Replicate()), strided)] * axes)
 
 
@@ -80,7 +85,9 @@ def splits(draw: Any, outputs: int) -> tuple[int, ...] | Interleaved:
 
 @st.composite
 def case_params(draw: Any, layouts: Layouts, steps: int) -> Param:
-    """Matrices, experts, filters, fused weights of any of them, and what AdamW steps; some idle for some steps, some frozen."""
+    """Matrices, experts, filters, fused weights of any of them, and what AdamW steps; some idle for some steps,
+    some frozen.
+    """
     muon = draw(st.sampled_from([True, True, True, False]))
     dims = draw(st.sampled_from([2, 2, 2, 3, 3, 4])) if muon else draw(st.sampled_from([1, 1, 2]))
     mesh = draw(st.sampled_from([*range(len(layouts.shapes)), *range(len(layouts.shapes)), None]))
@@ -102,7 +109,16 @@ def case_params(draw: Any, layouts: Layouts, steps: int) -> Param:
 
 PER_COLUMN = ((NorMuon(axis="columns"), Drag("columns")), (NorMuon(axis="longer"),))
 SCALING = ("hyperball", (NorMuon(), Hyperball(rms=0.5)), ("muoneq", UpdateFloor(3.0)))
-RULES = [*SCALING, "plain", "plain", "muon_plus", "muoneq", ("muoneq", "normuon", "muon_plus"), ("normuon", Drag()), *PER_COLUMN]
+RULES = [
+    *SCALING,
+    "plain",
+    "plain",
+    "muon_plus",
+    "muoneq",
+    ("muoneq", "normuon", "muon_plus"),
+    ("normuon", Drag()),
+    *PER_COLUMN,
+]
 OPTIONS = st.fixed_dictionaries(
     {
         "replicas": st.sampled_from(["auto", "share", "repeat"]),

@@ -36,7 +36,9 @@ Orthogonalise = Callable[[Tensor], Tensor]
 
 
 def newton_schulz(update: Tensor, steps: Sequence[Sequence[float]], eps: float = 0.0) -> Tensor:
-    """The standard form on one matrix, in the dtype of ``update``, divided by its norm or by ``eps`` if that is larger."""
+    """The standard form on one matrix, in the dtype of ``update``, divided by its norm or by ``eps`` if that is
+    larger.
+    """
     x: Tensor = update.mT if update.size(0) > update.size(1) else update
     x = x / x.norm().clamp(min=max(eps, torch.finfo(x.dtype).tiny))
     for a, b, c in steps:
@@ -109,7 +111,9 @@ def set_gradients(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> N
         param.grad = None if grad is None else grad.clone()
 
 
-def group(params: Sequence[Tensor], *, use_muon: bool = True, prefix: str | None = None, **options: Any) -> dict[str, Any]:
+def group(
+    params: Sequence[Tensor], *, use_muon: bool = True, prefix: str | None = None, **options: Any
+) -> dict[str, Any]:
     prefix = prefix or ("layers" if use_muon else "others")
     names = [f"{prefix}.{k}.weight" for k in range(len(params))]
     return {"params": list(params), "names": names, "use_muon": use_muon, **options}
@@ -145,7 +149,11 @@ def run(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], steps: Itera
 
 
 def run_beside(
-    reference: Reference, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], numbers: Iterable[int], **options: Any
+    reference: Reference,
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Tensor],
+    numbers: Iterable[int],
+    **options: Any,
 ) -> None:
     """``run``, with the same steps of the reference, which is told ``options``."""
     for number in numbers:
@@ -201,14 +209,20 @@ def assert_same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> No
         assert torch.equal(a, b), f"tensor {index} differs by {(a - b).abs().max().item():g}"
 
 
-def assert_moved_alike(actual: Iterable[Tensor], expected: Iterable[Tensor], start: Iterable[Tensor], tolerance: float) -> None:
-    """The two results differ by less than ``tolerance`` times the way they came, in Frobenius norm, tensor by tensor."""
+def assert_moved_alike(
+    actual: Iterable[Tensor], expected: Iterable[Tensor], start: Iterable[Tensor], tolerance: float
+) -> None:
+    """The two results differ by less than ``tolerance`` times the way they came, in Frobenius norm, tensor by
+    tensor.
+    """
     for index, (a, b, s) in enumerate(zip(actual, expected, start, strict=True)):
         way = (b.double() - s.double()).norm()
         assert way > 0, f"tensor {index} did not move"
         error = ((a.double() - b.double()).norm() / way).item()
         assert math.isfinite(error), f"tensor {index} is not finite"
-        assert error < tolerance, f"tensor {index} {tuple(a.shape)}: relative error {error:g} is not below {tolerance:g}"
+        assert error < tolerance, (
+            f"tensor {index} {tuple(a.shape)}: relative error {error:g} is not below {tolerance:g}"
+        )
 
 
 def assert_moved_within_rounding(

@@ -1,7 +1,8 @@
 """Scripts run as ``python script.py`` runs them, in processes forked from a server that has imported torch.
 
-Starting an interpreter and importing torch takes seconds for each process, forking takes none. The script is ``__main__``, has
-its own arguments, environment and folder at the head of ``sys.path``, and may start processes of its own.
+Starting an interpreter and importing torch takes seconds for each process, forking takes none. The script is
+``__main__``, has its own arguments, environment and folder at the head of ``sys.path``, and may start processes of its
+own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _HANGS = 240.0  # seconds; only ends what hangs
 Completed = subprocess.CompletedProcess[str]
 
 
-def run_script(script: Path, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = _HANGS) -> Completed:
+def run_script(
+    script: Path, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = _HANGS
+) -> Completed:
     """Runs a script to its end. ``environment`` is the whole of it; without it the script gets this process's."""
     return _run(script, arguments, [{**os.environ} if environment is None else environment], seconds)[0]
 
@@ -40,10 +43,14 @@ def run_script_on_ranks(
         port = str(probe.getsockname()[1])
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     common = {**(os.environ if environment is None else environment), **world}
-    return _run(script, arguments, [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)], seconds)
+    return _run(
+        script, arguments, [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)], seconds
+    )
 
 
-def _run(script: Path, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], seconds: float) -> list[Completed]:
+def _run(
+    script: Path, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], seconds: float
+) -> list[Completed]:
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder, str(rank)) for rank in range(len(environments))]
@@ -66,7 +73,9 @@ def _run(script: Path, arguments: Sequence[str], environments: Sequence[Mapping[
 
 
 def _end(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Waits for all of them; whoever still runs after so many seconds is killed with the processes that it has started."""
+    """Waits for all of them; whoever still runs after so many seconds is killed with the processes that it has
+    started.
+    """
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))

@@ -38,7 +38,9 @@ def same(actual: Tensor, expected: Tensor, label: str, *, equal_nan: bool = Fals
     """Demands equal values, dtypes and shapes; of empty shards only that both are empty."""
     if actual.numel() == expected.numel() == 0:  # wrappers give empty shards other shapes than torch's own cut
         return
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=equal_nan, msg=lambda text: f"{label}: {text}")
+    torch.testing.assert_close(
+        actual, expected, rtol=0, atol=0, equal_nan=equal_nan, msg=lambda text: f"{label}: {text}"
+    )
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -34,11 +34,13 @@ if not torch.cuda.is_available():
         pass
 
 
-def run_threads(world: int, rank_main: Callable[[int], T], *, timeout: float = 150.0, host_memory: bool = True) -> list[T]:
+def run_threads(
+    world: int, rank_main: Callable[[int], T], *, timeout: float = 150.0, host_memory: bool = True
+) -> list[T]:
     """What ``rank_main(rank)`` returns on each rank; the first exception is raised.
 
-    With ``host_memory=False`` the ranks' groups look as if they could not move host memory, as NCCL's; meshmuon then makes gloo
-    groups, whose connections between threads of one process fail about once in a thousand times.
+    With ``host_memory=False`` the ranks' groups look as if they could not move host memory, as NCCL's; meshmuon then
+    makes gloo groups, whose connections between threads of one process fail about once in a thousand times.
     """
     results: dict[int, T] = {}
     failures: dict[int, BaseException] = {}
@@ -76,7 +78,8 @@ def run_threads(world: int, rank_main: Callable[[int], T], *, timeout: float = 1
         _isolate_threads(False)
         _uninstall_threaded_pg()  # type: ignore[no-untyped-call]
         sys.excepthook = hook
-    causes = [error for error in failures.values() if not isinstance(error, SystemExit)]  # the other ranks were only woken
+    # the other ranks were only woken
+    causes = [error for error in failures.values() if not isinstance(error, SystemExit)]
     if causes:
         raise causes[0]  # the first in time, which may have caused the others
     assert not hung, f"ranks {hung} hang"
@@ -86,11 +89,11 @@ def run_threads(world: int, rank_main: Callable[[int], T], *, timeout: float = 1
 class _Runs:
     """Keeps threads of an earlier run out of the collectives of a later one.
 
-    torch finds the collective that a rank joins in one table of the process, by the name of the group. Names are the same in
-    every run. A rank that outlives its run, because it was computing or waiting elsewhere when the run was given up, then joins
-    a collective of the next run in the place of its namesake. Once the namesake joins as well, the collective has counted all
-    ranks and works while one of them has yet to bring its data: ``TypeError: 'NoneType' object is not subscriptable`` in
-    ``work``. Here such a rank ends at its next collective instead.
+    torch finds the collective that a rank joins in one table of the process, by the name of the group. Names are the
+    same in every run. A rank that outlives its run, because it was computing or waiting elsewhere when the run was
+    given up, then joins a collective of the next run in the place of its namesake. Once the namesake joins as well, the
+    collective has counted all ranks and works while one of them has yet to bring its data: ``TypeError: 'NoneType'
+    object is not subscriptable`` in ``work``. Here such a rank ends at its next collective instead.
     """
 
     _current: object = None
@@ -131,7 +134,9 @@ class _Runs:
             sys.exit("The run of this rank is over.")
         collective: Collective = _Runs._start(group_type, kind, group)
         if collective._data[group._rank] is not None:
-            raise RuntimeError(f"rank {group._rank} of group {group.pg_name} has left a collective that the others are still in")
+            raise RuntimeError(
+                f"rank {group._rank} of group {group.pg_name} has left a collective that the others are still in"
+            )
         return collective
 
 

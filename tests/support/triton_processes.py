@@ -1,4 +1,6 @@
-"""Processes that import Triton in one way or the other: it chooses between compiler and interpreter once, when it is imported."""
+"""Processes that import Triton in one way or the other: it chooses between compiler and interpreter once, when it
+is imported.
+"""
 
 from __future__ import annotations
 

@@ -18,14 +18,18 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.open = False
 
     def log(self, row: Mapping[str, float], *, step: int) -> None:
         """Keeps one row per step; W&B drops rows of steps that are over."""
         assert self.open
         assert step > max(self.rows, default=-1), f"step {step} is over"
-        assert all(isinstance(name, str) and isinstance(value, float) and math.isfinite(value) for name, value in row.items())
+        assert all(
+            isinstance(name, str) and isinstance(value, float) and math.isfinite(value) for name, value in row.items()
+        )
         self.rows[step] = dict(row)
 
     def alert(self, *, title: str, text: str) -> None:

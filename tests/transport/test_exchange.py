@@ -67,7 +67,9 @@ def test_agreement(numbers: tuple[int, ...], expected: bool) -> None:
 
 
 @pytest.mark.parametrize("flag", ["prepares", "nonfinite", "has_work"])
-@pytest.mark.parametrize("said", [(False, False, False), (False, True, False), (True, True, True), (False, False, True)])
+@pytest.mark.parametrize(
+    "said", [(False, False, False), (False, True, False), (True, True, True), (False, False, True)]
+)
 def test_what_any_rank_says_all_hear(flag: str, said: tuple[bool, ...]) -> None:
     others = {"prepares": False, "nonfinite": False, "has_work": False}
 
@@ -143,7 +145,9 @@ def test_groups_that_do_not_take_host_memory_need_no_other_group(ranks: int, mad
 
     def main(rank: int) -> list[Any]:
         first, second = Agreement(world()), Agreement(world())
-        verdicts = [agreement.decide(Vote(7, activity=rank, nonfinite=rank == 0)) for agreement in (first, second, first)]
+        verdicts = [
+            agreement.decide(Vote(7, activity=rank, nonfinite=rank == 0)) for agreement in (first, second, first)
+        ]
         channel = channel_of(world())
         assert channel is channel_of(world())
         assert channel is not None
@@ -157,7 +161,9 @@ def test_groups_that_do_not_take_host_memory_need_no_other_group(ranks: int, mad
 
 
 def test_a_store_that_is_used_again() -> None:
-    """A second life of the process groups, with the store and under the names of a first, whose first step some did not reach."""
+    """A second life of the process groups, with the store and under the names of a first, whose first step some did
+    not reach.
+    """
     store = dist.HashStore()
 
     def part_of_them(rank: int) -> None:
@@ -192,7 +198,9 @@ def test_ranks_that_cannot_be_reached_vote_through_their_group(monkeypatch: pyte
         assert channel_of(world()) is None
         return verdicts, agreement.all_gather_objects(("fact", rank, None))
 
-    with pytest.warns(UserWarning, match="cannot be connected for the agreement: rank 1: GLOO_SOCKET_IFNAME=none0") as told:
+    with pytest.warns(
+        UserWarning, match="cannot be connected for the agreement: rank 1: GLOO_SOCKET_IFNAME=none0"
+    ) as told:
         found = run_threads(3, main, host_memory=False)
     verdicts = [Vote(5, False, False, True, 2), Vote(None, False, False, True)]
     assert found == [(verdicts, {rank: ("fact", rank, None) for rank in range(3)})] * 3

@@ -16,7 +16,9 @@ from tests.support.threads import run_threads
 
 
 def test_a_group_of_some_ranks_leaves_the_names_of_later_groups_alone() -> None:
-    """torch counts the groups that a process knows: members of a new group and other ranks must go on with the same count."""
+    """torch counts the groups that a process knows: members of a new group and other ranks must go on with the same
+    count.
+    """
 
     def main(rank: int) -> list[str]:
         if rank < 2:

@@ -173,7 +173,9 @@ def test_the_key_is_never_sent_and_a_recorded_dialogue_opens_nothing(monkeypatch
 
 
 def let_in(secrets: list[str], rank: int, *messages: bytes) -> bool:
-    """Whether one of two ranks with these secrets lets in a caller that sends ``messages``, each when something was answered."""
+    """Whether one of two ranks with these secrets lets in a caller that sends ``messages``, each when something was
+    answered.
+    """
     listener = Listener("")
     doors = {peer: Door("", (), secret) for peer, secret in enumerate(secrets)}
     accepting = Connecting(rank, doors, [], [1 - rank])
@@ -222,7 +224,9 @@ def test_a_rank_that_is_not_expected_is_turned_away(caller: int, target: int) ->
 
 @pytest.mark.parametrize(("most", "seconds"), [(4, 1e9), (1000, 0.2)], ids=["too many", "too long"])
 def test_strangers_do_not_exhaust_descriptors(most: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred that say nothing: all but the last few are turned away, and all after their time; a rank that calls is let in."""
+    """A hundred that say nothing: all but the last few are turned away, and all after their time; a rank that calls
+    is let in.
+    """
     monkeypatch.setattr(connecting, "_MOST_STRANGERS", most)
     monkeypatch.setattr(connecting, "_HELLO_SECONDS", seconds)
     listener = Listener("")
@@ -242,10 +246,14 @@ def test_strangers_do_not_exhaust_descriptors(most: int, seconds: float, monkeyp
 
 
 def test_addresses_that_lead_nowhere() -> None:
-    """Nothing is there, or nothing answers, or this host has no route: the others, one of them twice, are tried meanwhile."""
+    """Nothing is there, or nothing answers, or this host has no route: the others, one of them twice, are tried
+    meanwhile.
+    """
 
     def astray(position: int, door: Door) -> Door:
-        return dataclasses.replace(door, places=(("240.0.0.1", 9), ("fe80::1", 9), ("127.0.0.1", 1), *door.places, *door.places))
+        return dataclasses.replace(
+            door, places=(("240.0.0.1", 9), ("fe80::1", 9), ("127.0.0.1", 1), *door.places, *door.places)
+        )
 
     assert run_channels(3, find_maximum, Doors(3, astray)) == [(2,)] * 3
 
@@ -255,7 +263,10 @@ def test_addresses_that_lead_nowhere() -> None:
     [
         (lambda hello: hello + hello, "another program answers"),
         (lambda hello: b"SSH-2.0-" + bytes(60), "another program answers"),
-        (lambda hello: b"meshmuon" + struct.pack("!H", PROTOCOL + 1) + bytes(48), f"it speaks version {PROTOCOL + 1} of the"),
+        (
+            lambda hello: b"meshmuon" + struct.pack("!H", PROTOCOL + 1) + bytes(48),
+            f"it speaks version {PROTOCOL + 1} of the",
+        ),
         (lambda hello: b"", "it hung up"),
     ],
     ids=["echo", "another program", "another version", "nothing"],
@@ -308,7 +319,9 @@ def nowhere(position: int, door: Door) -> Door:
 
 
 def test_a_rank_that_nobody_can_call_is_known_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks go without a channel together: if one cannot listen, at once, and if one cannot be reached, after the time."""
+    """All ranks go without a channel together: if one cannot listen, at once, and if one cannot be reached, after
+    the time.
+    """
 
     def mute(position: int, door: Door) -> Door:
         return dataclasses.replace(door, places=(), trouble="no network") if position == 1 else door
@@ -324,7 +337,9 @@ def test_a_rank_that_nobody_can_call_is_known_to_all(monkeypatch: pytest.MonkeyP
 def test_the_reason_is_told_also_if_another_rank_gives_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 101, which nobody can reach, only knows that the others do not call. Rank 100 hears when it gives up."""
     patient = Connecting.run
-    monkeypatch.setattr(Connecting, "run", lambda self, door, _: patient(self, door, 1.0 if self._rank == 101 else SECONDS))
+    monkeypatch.setattr(
+        Connecting, "run", lambda self, door, _: patient(self, door, 1.0 if self._rank == 101 else SECONDS)
+    )
     begin = time.monotonic()
     found = {str(error) for error in run_channels(2, find_maximum, Doors(2, nowhere))}
     assert len(found) == 1
@@ -349,7 +364,9 @@ def test_ctrl_c_while_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     ("message", "version"), [(b"\x80\x04K\x01.", "another version"), (b'[["Door","0.0",["tuple"],""]]', "version 0.0")]
 )
 def test_another_version_of_the_library(message: bytes, version: str) -> None:
-    with pytest.raises(RuntimeError, match=f"rank 7 runs {version} of meshmuon, this rank .*: install the same on all ranks"):
+    with pytest.raises(
+        RuntimeError, match=f"rank 7 runs {version} of meshmuon, this rank .*: install the same on all ranks"
+    ):
         open_channel(3, [3, 7], lambda own: [own, message])
 
 
@@ -358,7 +375,9 @@ def test_another_version_of_the_library(message: bytes, version: str) -> None:
 
 @pytest.mark.parametrize(("lost", "killed"), [(0, False), (2, True), (5, False)])
 def test_a_rank_that_leaves(lost: int, killed: bool) -> None:
-    """All others hear at once, with or without a last word, also those without a connection to it, and none continues."""
+    """All others hear at once, with or without a last word, also those without a connection to it, and none
+    continues.
+    """
 
     def main(channel: HostChannel, position: int) -> None:
         channel.maximum((1,), SECONDS)
@@ -408,7 +427,9 @@ def test_timeouts_of_years() -> None:
 
 @pytest.mark.parametrize("how", ["killed", "failed", "left"])
 def test_who_is_lost_and_who_has_left(how: str) -> None:
-    """Without waiting for anything: at once if a rank failed, after a while if it went without a word, never after goodbye."""
+    """Without waiting for anything: at once if a rank failed, after a while if it went without a word, never after
+    goodbye.
+    """
     before, gone, looked = (threading.Barrier(2) for _ in range(3))
 
     def main(channel: HostChannel, position: int) -> Any:
@@ -522,7 +543,9 @@ def test_what_cannot_be_read_is_not_executed() -> None:
         channel.all_gather(object(), SECONDS)
 
 
-@pytest.mark.parametrize("value", [None, (), [], {}, (1, (2.5, None), [True, "ü"]), {("a", 1): {2: ()}}, -(2**70), float("inf")])
+@pytest.mark.parametrize(
+    "value", [None, (), [], {}, (1, (2.5, None), [True, "ü"]), {("a", 1): {2: ()}}, -(2**70), float("inf")]
+)
 def test_plain_data_comes_back_as_it_was(value: Any) -> None:
     assert repr(run_channels(2, lambda channel, position: channel.all_gather(value, SECONDS))) == repr(
         [{100: value, 101: value}] * 2

@@ -1,14 +1,15 @@
 """Inverses of symmetric positive definite matrices out of large products.
 
-A rational step needs (R + pole·I)⁻¹ for a few poles. LAPACK's own inverse runs at a third of the speed of a product, so that only
-32 × 32 blocks on the diagonal are left to it. Everything else is products of large blocks: with A = L·Lᵀ cut in two,
+A rational step needs (R + pole·I)⁻¹ for a few poles. LAPACK's own inverse runs at a third of the speed of a product, so
+that only 32 × 32 blocks on the diagonal are left to it. Everything else is products of large blocks: with A = L·Lᵀ cut
+in two,
 
     L₂₁ = A₂₁·W₁₁ᵀ,   A₂₂ ← A₂₂ − L₂₁·L₂₁ᵀ,   W₂₁ = −W₂₂·(L₂₁·W₁₁),   where W = L⁻¹ and A⁻¹ = Wᵀ·W,
 
 and the same for both halves. Products with a triangular operand leave out the blocks that are zero.
 
-Matrices are padded with an identity to a multiple of 32 rows, and rows to 16 more columns, so that every block begins at a
-multiple of 64 bytes. One matrix and one pole are inverted at a time, in the same buffers.
+Matrices are padded with an identity to a multiple of 32 rows, and rows to 16 more columns, so that every block begins
+at a multiple of 64 bytes. One matrix and one pole are inverted at a time, in the same buffers.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def _panels(n: int) -> tuple[Range, ...]:
 
 
 def _column_ranges(half: int) -> tuple[Range, ...]:
-    """The columns of L₂₁ in the order in which A₂₂ − L₂₁·L₂₁ᵀ subtracts them: those of the first leaf before all others.
+    """The columns of L₂₁ in the order in which A₂₂ − L₂₁·L₂₁ᵀ subtracts them: those of the first leaf before all
+    others.
 
-    Where one direction of A is far larger than the rest, it is in these columns, and A₂₂ is small without it. One product would
-    add the small columns to the large ones and round them away: at 768 rows values that ``zolotarev`` makes of 1e-3 were off by
-    up to 0.12 instead of 0.014.
+    Where one direction of A is far larger than the rest, it is in these columns, and A₂₂ is small without it. One
+    product would add the small columns to the large ones and round them away: at 768 rows values that ``zolotarev``
+    makes of 1e-3 were off by up to 0.12 instead of 0.014.
     """
     return ((0, LEAF), (LEAF, half)) if half > LEAF else ((0, half),)
 
@@ -79,8 +81,12 @@ class ShiftedInverses:
         self._info = self._leaf_inverse.view(torch.int32).flatten()[0]
         self._calls = [*self._factor(0, size)]
         w, total = self._inverse_factor, self._total
-        self._squares = [(total[start:stop, :stop], w[start:, start:stop].mT, w[start:, :stop]) for start, stop in _panels(size)]
-        self._mirrors = [(total[:start, start:stop], total[start:stop, :start].mT) for start, stop in _panels(size) if start]
+        self._squares = [
+            (total[start:stop, :stop], w[start:, start:stop].mT, w[start:, :stop]) for start, stop in _panels(size)
+        ]
+        self._mirrors = [
+            (total[:start, start:stop], total[start:stop, :start].mT) for start, stop in _panels(size) if start
+        ]
 
     def run(self, gram: Tensor, step: Rational) -> Tensor:
         """The step's factor for one Gram matrix, (n, n), in a buffer that the next call overwrites."""
@@ -146,7 +152,9 @@ class ShiftedInverses:
 
 
 def plain_inverses(gram: Tensor, step: Rational) -> Tensor:
-    """A step's factor by torch's own batched routines, into new tensors: what ``torch.compile`` can trace, and what GPUs run."""
+    """A step's factor by torch's own batched routines, into new tensors: what ``torch.compile`` can trace, and what
+    GPUs run.
+    """
     identity = torch.eye(gram.size(1), dtype=gram.dtype, device=gram.device)
     total = step.constant * identity
     if step.is_hybrid:

@@ -1,8 +1,8 @@
 """The products and inverses of the iteration, and their implementations for each kind of device.
 
-``symmetric`` knows that its result is symmetric (X·Xᵀ, or products of functions of one symmetric matrix, which commute), so that
-one triangle is enough. ``general`` is an ordinary product. ``inverses`` is the factor of a rational step. All take (batch, rows,
-cols) operands.
+``symmetric`` knows that its result is symmetric (X·Xᵀ, or products of functions of one symmetric matrix, which
+commute), so that one triangle is enough. ``general`` is an ordinary product. ``inverses`` is the factor of a rational
+step. All take (batch, rows, cols) operands.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SHORT_PANEL = 96  # of results with few rows
 _EDGES = 32  # panels begin at multiples of it
 _SMALLEST_SPLIT = 384
 _LARGEST_SHORT_SIDE = 256  # up to which cuBLAS beats the Triton kernel: there are few tiles, and it can also split sums
-_SMALLEST_LONG_SPLIT = 192  # where the inner size is at least twice the rows: starting a panel then costs less than it saves
+# where the inner size is at least twice the rows: starting a panel then costs less than it saves
+_SMALLEST_LONG_SPLIT = 192
 
 Prepared: TypeAlias = Callable[[], ShiftedInverses]
 """Returns what inverts one Gram matrix in preallocated buffers; only CPUs call it."""
@@ -59,7 +60,8 @@ class Products(Protocol):
         return factor
 
     def normalise(self, batch: Tensor, x: Tensor, take: Take) -> bool:
-        """``x`` ← each matrix of ``batch`` divided by its Frobenius norm, if the device has a kernel for that; else False.
+        """``x`` ← each matrix of ``batch`` divided by its Frobenius norm, if the device has a kernel for that; else
+        False.
 
         ``take`` gives memory of a name, size and dtype.
         """
@@ -78,10 +80,11 @@ class Products(Protocol):
 
 @lru_cache(maxsize=4096)
 def symmetric_panels(n: int, k: int) -> tuple[tuple[int, int], ...]:
-    """Row ranges in which the blocked symmetric product with inner size k computes the lower triangle of an n × n result.
+    """Row ranges in which the blocked symmetric product with inner size k computes the lower triangle of an n × n
+    result.
 
-    Rows [start, stop) are computed up to column ``stop``. Small results are one full product, which is faster (measured, fp32 on
-    CPU: up to 191 rows, up to 383 where k < 2n).
+    Rows [start, stop) are computed up to column ``stop``. Small results are one full product, which is faster
+    (measured, fp32 on CPU: up to 191 rows, up to 383 where k < 2n).
     """
     if n < (_SMALLEST_LONG_SPLIT if k >= 2 * n else _SMALLEST_SPLIT):
         return ((0, n),)
@@ -94,8 +97,8 @@ class BlockedProducts(Products):
     """Torch's own matrix products; a symmetric one is computed as row panels of its lower triangle, then mirrored.
 
     Args:
-        one_by_one: multiply the matrices of a batch one at a time, so that a batch gives the bits of a loop for any number of
-            threads (batched products of some BLAS libraries differ there).
+        one_by_one: multiply the matrices of a batch one at a time, so that a batch gives the bits of a loop for any
+            number of threads (batched products of some BLAS libraries differ there).
     """
 
     def __init__(self, *, one_by_one: bool = False) -> None:
@@ -175,8 +178,9 @@ class TritonProducts(BlockedProducts):
 
     Args:
         one_by_one: as in ``BlockedProducts``.
-        torch_kinds: kinds of symmetric products that torch computes, because it is faster. Its sums have another order than the
-            kernel's, so ranks must have agreed on them. None if torch does not contend, and need not be measured.
+        torch_kinds: kinds of symmetric products that torch computes, because it is faster. Its sums have another order
+            than the kernel's, so ranks must have agreed on them. None if torch does not contend, and need not be
+            measured.
     """
 
     def __init__(self, *, one_by_one: bool = False, torch_kinds: AbstractSet[str] | None = None) -> None:
@@ -202,13 +206,22 @@ class TritonProducts(BlockedProducts):
     ) -> Tensor:
         if out.dtype == torch.float64:  # the kernel accumulates in float32
             return super().symmetric(a, b, out, addend, alpha=alpha, beta=beta)
-        if a.size(1) <= _LARGEST_SHORT_SIDE and not self.one_by_one and is_dense(out):  # else torch would take many launches
+        # else torch would take many launches
+        if a.size(1) <= _LARGEST_SHORT_SIDE and not self.one_by_one and is_dense(out):
             self._multiply(a, b.mT, out, addend, alpha, beta)
             return out
         return self._by_kernel(a, b, out, addend, alpha=alpha, beta=beta)
 
     def _by_kernel(
-        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, *, alpha: float, beta: float, diagonal: float = 0.0
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        addend: Tensor | None,
+        *,
+        alpha: float,
+        beta: float,
+        diagonal: float = 0.0,
     ) -> Tensor:
         """``alpha · a·bᵀ + beta · addend + diagonal · I``, unless torch computes this kind of product."""
 
@@ -224,14 +237,18 @@ class TritonProducts(BlockedProducts):
         from .triton_symmetric import symmetric_product
 
         factors = {"alpha": alpha, "beta": beta, "diagonal": diagonal}
-        return symmetric_product(a, b, out=out, addend=addend, **factors, torch_product=torch_product if contends else None)
+        return symmetric_product(
+            a, b, out=out, addend=addend, **factors, torch_product=torch_product if contends else None
+        )
 
 
 class QuackProducts(BlockedProducts):
-    """Symmetric products by ``quack.gemm_interface.gemm_symmetric`` where it takes the operands; the others by ``otherwise``.
+    """Symmetric products by ``quack.gemm_interface.gemm_symmetric`` where it takes the operands; the others by
+    ``otherwise``.
 
-    It is never chosen by measurement. Its sums have another order than those of the Triton kernel, so that ranks which measured
-    differently would compute different bits. What it takes follows from shapes and dtypes, which are equal on all ranks.
+    It is never chosen by measurement. Its sums have another order than those of the Triton kernel, so that ranks which
+    measured differently would compute different bits. What it takes follows from shapes and dtypes, which are equal on
+    all ranks.
     """
 
     def __init__(self, otherwise: Products, *, one_by_one: bool = False) -> None:
@@ -250,12 +267,19 @@ class QuackProducts(BlockedProducts):
 
 
 def _quack_takes(operand: Tensor) -> bool:
-    """Whether its loads and stores, of 16 bytes each, fit the operand: 16 bits, one dim contiguous, everything else in eights."""
+    """Whether its loads and stores, of 16 bytes each, fit the operand: 16 bits, one dim contiguous, everything else
+    in eights.
+    """
     batch, rows, cols = operand.stride()
     pitches = [cols] if rows == 1 else [rows]
     sizes = [size for size, stride in zip(operand.shape[1:], (rows, cols), strict=True) if stride == 1]
     whole = all(number % 8 == 0 for number in [batch, *pitches, *sizes])
-    return operand.dtype in (torch.float16, torch.bfloat16) and 1 in (rows, cols) and whole and operand.data_ptr() % 16 == 0
+    return (
+        operand.dtype in (torch.float16, torch.bfloat16)
+        and 1 in (rows, cols)
+        and whole
+        and operand.data_ptr() % 16 == 0
+    )
 
 
 @lru_cache
@@ -293,8 +317,8 @@ def products_for(
 ) -> Products:
     """The implementation for ``device``.
 
-    On CUDA ``"auto"`` is Triton where it is installed; ``"triton"``, ``"quack"`` and ``"torch"`` insist on one. Elsewhere all are
-    torch's own products. ``torch_kinds`` is for Triton.
+    On CUDA ``"auto"`` is Triton where it is installed; ``"triton"``, ``"quack"`` and ``"torch"`` insist on one.
+    Elsewhere all are torch's own products. ``torch_kinds`` is for Triton.
     """
     if device.type != "cuda" or kernels == "torch":
         return BlockedProducts(one_by_one=deterministic)

@@ -1,16 +1,17 @@
 """How the Triton kernel cuts a product into tiles: chosen by measuring candidates on the device in use.
 
-All candidates of a dtype cut the inner dim into slices of the same depth. An element is then the sum of the same slices in the
-same order, whatever the tiling: ranks that choose different tilings still compute the same bits. ``tests/ortho/kernels`` checks
-it in Triton's interpreter, and that a compiled candidate uses the same tensor core instructions as all others.
+All candidates of a dtype cut the inner dim into slices of the same depth. An element is then the sum of the same slices
+in the same order, whatever the tiling: ranks that choose different tilings still compute the same bits.
+``tests/ortho/kernels`` checks it in Triton's interpreter, and that a compiled candidate uses the same tensor core
+instructions as all others.
 
-Each kind of product is measured once: a device of a name, a dtype, a precision, and sizes up to a power of two. The first call of
-a kind runs every candidate on its own operands. That is harmless: all candidates write the same bits. The host waits for the
-device meanwhile, and Triton compiles each candidate, which takes seconds, unless its cache on disk has it. The choice is kept for
-the process. ``MESHMUON_AUTOTUNE=0`` in the environment leaves it out.
+Each kind of product is measured once: a device of a name, a dtype, a precision, and sizes up to a power of two. The
+first call of a kind runs every candidate on its own operands. That is harmless: all candidates write the same bits. The
+host waits for the device meanwhile, and Triton compiles each candidate, which takes seconds, unless its cache on disk
+has it. The choice is kept for the process. ``MESHMUON_AUTOTUNE=0`` in the environment leaves it out.
 
-Torch's own product, by cuBLAS, contends with them: it does twice the work, and may still be faster on some GPUs. It sums in
-another order, so a rank only notes where it was faster (``torch_is_faster``), and all ranks use it, or none.
+Torch's own product, by cuBLAS, contends with them: it does twice the work, and may still be faster on some GPUs. It
+sums in another order, so a rank only notes where it was faster (``torch_is_faster``), and all ranks use it, or none.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Tiling:
     stages: int
 
 
-# Strips of eight columns put a wave of about 130 programs on a nearly square patch of the result, the shape that shares the most
-# loads through L2. Left out after compiling (docs/proofs.md): tiles of 32 and 16 warps make Triton leave wgmma and tcgen05 for
-# other instructions, hence other bits; tiles of 256, and of 128 with 4 warps, spill.
+# Strips of eight columns put a wave of about 130 programs on a nearly square patch of the result, the shape that shares
+# the most loads through L2. Left out after compiling (docs/proofs.md): tiles of 32 and 16 warps make Triton leave wgmma
+# and tcgen05 for other instructions, hence other bits; tiles of 256, and of 128 with 4 warps, spill.
 _HALF = (
     Tiling(tile=128, depth=64, strip=8, warps=8, stages=3),
     Tiling(tile=128, depth=64, strip=8, warps=8, stages=4),
@@ -62,15 +63,19 @@ _SINGLE = (
     Tiling(tile=64, depth=32, strip=8, warps=4, stages=3),
     Tiling(tile=64, depth=32, strip=8, warps=8, stages=3),
 )
-CANDIDATES: Mapping[torch.dtype, tuple[Tiling, ...]] = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: _SINGLE}
+CANDIDATES: Mapping[torch.dtype, tuple[Tiling, ...]] = {
+    torch.bfloat16: _HALF,
+    torch.float16: _HALF,
+    torch.float32: _SINGLE,
+}
 """The tilings that are measured on a device, for each dtype of the operands."""
 
 
 def default_tiling(dtype: torch.dtype, n: int) -> Tiling:
     """The tiling of n × n results where nothing was measured, from arithmetic.
 
-    Half types: 128 x 128 does 64 FLOP per byte that it loads, and three stages take at most 96 KiB of shared memory (sm_80 has
-    163). Small matrices leave too few large tiles to fill a device (n = 512: 10 tiles of 128, 36 of 64).
+    Half types: 128 x 128 does 64 FLOP per byte that it loads, and three stages take at most 96 KiB of shared memory
+    (sm_80 has 163). Small matrices leave too few large tiles to fill a device (n = 512: 10 tiles of 128, 36 of 64).
     """
     small = 2 if dtype == torch.float32 else 3
     return CANDIDATES[dtype][small if n <= 512 else 0]
@@ -78,7 +83,9 @@ def default_tiling(dtype: torch.dtype, n: int) -> Tiling:
 
 @dataclass(frozen=True, slots=True)
 class ProductKind:
-    """Everything that the choice of tiles depends on. It does not depend on the size of the batch: the first one decides."""
+    """Everything that the choice of tiles depends on. It does not depend on the size of the batch: the first one
+    decides.
+    """
 
     device: str  # its name
     dtype: torch.dtype
@@ -127,8 +134,8 @@ class TileTuner:
     ) -> Tiling:
         """The fastest tiling for a kind of product; ``launch`` computes it with a tiling, on ``device``.
 
-        ``default`` where nothing can be measured now, such as while a CUDA graph is captured, and where no candidate works.
-        ``torch_product`` computes the same, if torch's own product contends.
+        ``default`` where nothing can be measured now, such as while a CUDA graph is captured, and where no candidate
+        works. ``torch_product`` computes the same, if torch's own product contends.
         """
         chosen = self._chosen.get(kind)
         if chosen is not None and (torch_product is None or kind in self.torch_is_faster):
@@ -137,7 +144,8 @@ class TileTuner:
             return default if chosen is None else chosen[0]
         if chosen is None:
             contenders = (
-                (self._seconds(tiling, partial(launch, tiling), device), tiling) for tiling in self._candidates[kind.dtype]
+                (self._seconds(tiling, partial(launch, tiling), device), tiling)
+                for tiling in self._candidates[kind.dtype]
             )
             seconds, tiling = min(contenders, key=itemgetter(0))
             chosen = self._chosen[kind] = (default if seconds == math.inf else tiling, seconds)

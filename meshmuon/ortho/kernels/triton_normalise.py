@@ -1,7 +1,8 @@
 """Divides each matrix of a batch by its Frobenius norm in two launches, as Triton kernels.
 
-The first kernel cuts a matrix into segments and finds, for each, the largest magnitude and the sum of squares relative to it: no
-square overflows or underflows. Every program of the second kernel combines the segments of its matrix and divides its tile.
+The first kernel cuts a matrix into segments and finds, for each, the largest magnitude and the sum of squares relative
+to it: no square overflows or underflows. Every program of the second kernel combines the segments of its matrix and
+divides its tile.
 
 Not yet run on a GPU: the tests run the kernels in Triton's interpreter and compile them for sm_80 to sm_120.
 """
@@ -84,7 +85,8 @@ def normalise(batch: Tensor, out: Tensor, sums: Tensor) -> None:
     assert batch.stride()[1:] == out.stride()[1:]
     if not count or not size:
         return
-    with torch.cuda.device(out.device if out.is_cuda else -1):  # Triton launches on the current device; -1 changes nothing
+    # Triton launches on the current device; -1 changes nothing
+    with torch.cuda.device(out.device if out.is_cuda else -1):
         # Whether products and sums are fused, by default, differs between versions of Triton.
         shape = {"parts": PARTS, "tile": TILE, "enable_fp_fusion": False}
         _sums_kernel[(count * PARTS,)](batch, batch.stride(0), size, sums, **shape)

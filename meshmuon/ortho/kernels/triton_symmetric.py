@@ -153,7 +153,8 @@ def symmetric_product(
     diagonal: float = 0.0,
     torch_product: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Computes ``out = beta * addend + alpha * a @ b.mT + diagonal * I`` where the caller knows the result to be symmetric.
+    """Computes ``out = beta * addend + alpha * a @ b.mT + diagonal * I`` where the caller knows the result to be
+    symmetric.
 
     Only the upper triangle is computed, with the upper triangle of `addend`; the lower one is its mirror, bit
     for bit, whatever the full product would have there. Sums are kept in fp32, `alpha` and `beta` included,
@@ -179,7 +180,11 @@ def symmetric_product(
     batch, n, k = a.shape
     assert a.shape == b.shape and a.dtype == b.dtype and out.shape == (batch, n, n)  # noqa: PT018
     assert {a.dtype, out.dtype} <= set(CANDIDATES)
-    assert not out.numel() or out.data_ptr() not in (a.data_ptr(), b.data_ptr(), addend is not None and addend.data_ptr())
+    assert not out.numel() or out.data_ptr() not in (
+        a.data_ptr(),
+        b.data_ptr(),
+        addend is not None and addend.data_ptr(),
+    )
     if batch == 0 or n == 0:
         return out
 

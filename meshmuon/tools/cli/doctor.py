@@ -61,10 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
         context = Context.from_environment(options)
     except RuntimeError as error:  # the store of the launcher, or a device that does not exist
         reason = str(error).rstrip(".")
-        print(f"meshmuon doctor: this rank could not start: {reason}. Start all ranks of WORLD_SIZE at once.", file=sys.stderr)
+        print(
+            f"meshmuon doctor: this rank could not start: {reason}. Start all ranks of WORLD_SIZE at once.",
+            file=sys.stderr,
+        )
         return 1
     if code := run_doctor(context):
-        # At once: a thread may still wait for a lost rank, and a launcher terminates this rank when it sees another's exit code.
+        # At once: a thread may still wait for a lost rank, and a launcher terminates this rank when it sees another's
+        # exit code.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # its reader has stopped
                 stream.flush()

@@ -1,7 +1,7 @@
 """The command line: its arguments, and how a command ends.
 
-Nothing here imports torch, so that ``--help`` and mistakes are answered at once. A command is a module of the same name with
-``run(arguments)``, which returns the exit code.
+Nothing here imports torch, so that ``--help`` and mistakes are answered at once. A command is a module of the same name
+with ``run(arguments)``, which returns the exit code.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ _INTERRUPTED = 128 + 2  # SIGINT
 _DTYPES = ("float32", "bfloat16", "float16")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _PLAN = (
-    "Plans a step of Muon for a model on a cluster, with the planner of a real step and without any process group, and tells "
+    "Plans a step of Muon for a model on a cluster, with the planner of a real step and without any process group, "
+    "and tells "
     'what it costs: meshmuon plan --model llama3-8b --mesh "dp_shard=64" --hardware h100 --nodes 8.'
 )
 _DOCTOR = (
-    "Checks and measures meshmuon on the machines that it runs on. In one process: python -m meshmuon doctor. On all ranks: "
-    "torchrun --nproc-per-node 8 -m meshmuon doctor, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-    "MASTER_PORT. The exit code is 1 if a check fails."
+    "Checks and measures meshmuon on the machines that it runs on. In one process: python -m meshmuon doctor. On all "
+    "ranks: torchrun --nproc-per-node 8 -m meshmuon doctor, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, "
+    "MASTER_ADDR and MASTER_PORT. The exit code is 1 if a check fails."
 )
 _SWEEP = (
-    "Finds the learning rate of Muon for your own model: runs your training with AdamW and with Muon at several learning rates, "
-    "and prints a table. TRAIN is a function train(make_optimizer, seed) that builds the model, calls make_optimizer(model), "
-    "yields the loss of every step and may return a validation loss: meshmuon sweep my_training:train --lr 1e-3."
+    "Finds the learning rate of Muon for your own model: runs your training with AdamW and with Muon at several "
+    "learning rates, and prints a table. TRAIN is a function train(make_optimizer, seed) that builds the model, calls "
+    "make_optimizer(model), yields the loss of every step and may return a validation loss: meshmuon sweep "
+    "my_training:train --lr 1e-3."
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit code.
 
-    2 for a wrong command line, 1 if standard output cannot be written, 141 if its reader has stopped, 130 if interrupted.
+    2 for a wrong command line, 1 if standard output cannot be written, 141 if its reader has stopped, 130 if
+    interrupted.
     """
     parser = _make_parser()
     if sys.stdout is None:
@@ -59,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(str(error))
     except BrokenPipeError:
-        # As other tools do before "| head": print nothing more, and exit with the code of a process that SIGPIPE has ended.
+        # As other tools do before "| head": print nothing more, and exit with the code of a process that SIGPIPE has
+        # ended.
         _print_no_more()
         return _NOT_READ
     except OutputError as error:
@@ -92,7 +96,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"meshmuon {meshmuon.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_doctor(commands.add_parser("doctor", help="check and measure meshmuon on these machines", description=_DOCTOR))
-    _add_plan(commands.add_parser("plan", help="see what a step costs on a cluster that is not there", description=_PLAN))
+    _add_plan(
+        commands.add_parser("plan", help="see what a step costs on a cluster that is not there", description=_PLAN)
+    )
     _add_sweep(commands.add_parser("sweep", help="find the learning rate for your own model", description=_SWEEP))
     return parser
 
@@ -111,12 +117,18 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adamw-lrs", type=lr, nargs="+", metavar="LR", help="of AdamW (default: --lr)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one run for each (default: 0)")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/sweep"), metavar="DIR", help="folder of the results (default: runs/sweep)"
+        "--out",
+        type=Path,
+        default=Path("runs/sweep"),
+        metavar="DIR",
+        help="folder of the results (default: runs/sweep)",
     )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", type=_names, default=(), metavar="NAMES", help="only these checks, separated by commas")
+    parser.add_argument(
+        "--only", type=_names, default=(), metavar="NAMES", help="only these checks, separated by commas"
+    )
     parser.add_argument("--skip", type=_names, default=(), metavar="NAMES", help="all but these checks")
     parser.add_argument("--list", action="store_true", help="list the checks and end")
     parser.add_argument("--quick", action="store_true", help="fewer steps and smaller measurements")
@@ -128,31 +140,47 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         help="matrices to measure as well, such as 256x128,64x512",
     )
     limit = _within(1.0, 86400.0, "no number of seconds between 1 and 86400")
-    parser.add_argument("--limit", type=limit, default=60.0, metavar="SECONDS", help="most seconds of a check (default: 60)")
+    parser.add_argument(
+        "--limit", type=limit, default=60.0, metavar="SECONDS", help="most seconds of a check (default: 60)"
+    )
     parser.add_argument("--json", dest="json_file", type=Path, metavar="FILE", help="write the whole report as JSON")
     parser.add_argument(
         "--save", dest="save_file", type=Path, metavar="FILE", help="write the measurements, for Muon(cost_model=FILE)"
     )
-    parser.add_argument("--device", help="type of device, such as cpu or cuda (default: the accelerator, if there is one)")
+    parser.add_argument(
+        "--device", help="type of device, such as cpu or cuda (default: the accelerator, if there is one)"
+    )
     parser.add_argument("--backend", help="backend of the process group (default: torch's choice for the device)")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="folder that all ranks see, for the checkpoint")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model, one of")
-    model.add_argument("--model", metavar="NAME", help="a model that meshmuon knows (--list), or a .json file like those")
+    model.add_argument(
+        "--model", metavar="NAME", help="a model that meshmuon knows (--list), or a .json file like those"
+    )
     model.add_argument("--hf-config", type=Path, metavar="FILE", help="the config.json of any model of transformers")
     model.add_argument("--module", metavar="MODULE:FUNCTION", help="a function that builds a torch.nn.Module")
-    model.add_argument("--from-json", type=Path, metavar="FILE", help="a plan that a job wrote: optimizer.plan().to_json()")
+    model.add_argument(
+        "--from-json", type=Path, metavar="FILE", help="a plan that a job wrote: optimizer.plan().to_json()"
+    )
     cluster = parser.add_argument_group("the cluster")
-    cluster.add_argument("--mesh", action="append", default=[], metavar="AXES", help='such as "dp_replicate=2,dp_shard=32,tp=8"')
+    cluster.add_argument(
+        "--mesh", action="append", default=[], metavar="AXES", help='such as "dp_replicate=2,dp_shard=32,tp=8"'
+    )
     cluster.add_argument("--layout", type=Path, metavar="FILE", help="any other layout, as JSON, instead of --mesh")
-    cluster.add_argument("--hardware", metavar="NAME", help="a machine that meshmuon knows, or a .json file (default: h100)")
+    cluster.add_argument(
+        "--hardware", metavar="NAME", help="a machine that meshmuon knows, or a .json file (default: h100)"
+    )
     cluster.add_argument("--calibration", type=Path, metavar="FILE", help="what meshmuon doctor --save measured")
-    cluster.add_argument("--nodes", type=_amount, metavar="N", help="nodes of the cluster; the mesh must have their ranks")
+    cluster.add_argument(
+        "--nodes", type=_amount, metavar="N", help="nodes of the cluster; the mesh must have their ranks"
+    )
     options = parser.add_argument_group("options of Muon")
     options.add_argument("--replicas", choices=("auto", "share", "repeat"), default="auto")
-    options.add_argument("--comm-dtype", metavar="DTYPE", help="or two, such as bfloat16,int8 (default: bfloat16 on GPUs)")
+    options.add_argument(
+        "--comm-dtype", metavar="DTYPE", help="or two, such as bfloat16,int8 (default: bfloat16 on GPUs)"
+    )
     options.add_argument("--param-dtype", choices=_DTYPES, default="float32", help="of the weights (default: float32)")
     options.add_argument("--momentum-dtype", choices=(*_DTYPES, "int8"), help="default: that of the weights")
     options.add_argument("--scheme", default="auto", choices=("auto", "polar_express", "keller", "zolotarev", "hybrid"))
@@ -160,15 +188,23 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--waves-ahead", type=int, metavar="N")
     training = parser.add_argument_group("the training step around it")
     share = _within(sys.float_info.min, 1.0, "not above 0 and at most 1")
-    training.add_argument("--tokens-per-step", type=_amount, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)")
-    training.add_argument("--mfu", type=share, default=0.4, help="share of the peak in forward and backward (default: 0.4)")
+    training.add_argument(
+        "--tokens-per-step", type=_amount, default=2**22, metavar="N", help="such as 4M (default: 4,194,304)"
+    )
+    training.add_argument(
+        "--mfu", type=share, default=0.4, help="share of the peak in forward and backward (default: 0.4)"
+    )
     output = parser.add_argument_group("output; FILE is - for standard output, which then has nothing else")
-    output.add_argument("--compare", action="store_true", help="other options side by side, and other meshes if there are any")
+    output.add_argument(
+        "--compare", action="store_true", help="other options side by side, and other meshes if there are any"
+    )
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     output.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page for a browser")
     output.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     output.add_argument("--save-model", type=Path, metavar="FILE", help="write the model as a file for --model")
-    output.add_argument("--save-rates", type=Path, metavar="FILE", help="write the machine's rates, for Muon(cost_model=FILE)")
+    output.add_argument(
+        "--save-rates", type=Path, metavar="FILE", help="write the machine's rates, for Muon(cost_model=FILE)"
+    )
     output.add_argument("--list", action="store_true", help="list models and machines and end")
 
 

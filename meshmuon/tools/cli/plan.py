@@ -42,14 +42,18 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     to_output = [f"--{name.replace('_', '-')}" for name in _WRITTEN if is_standard_output(getattr(arguments, name))]
     if len(to_output) > 1:
-        raise ConfigError(f"{' and '.join(to_output)} are all for standard output. Keep one - and name files for the others.")
+        raise ConfigError(
+            f"{' and '.join(to_output)} are all for standard output. Keep one - and name files for the others."
+        )
     if arguments.html is not None:
         require_plotly()  # before anything is planned or written
     inputs = _of_job(arguments) if arguments.from_json is not None else _of_model(arguments)
     if inputs is None:
         return 0
     model, machine, options, shardings = inputs
-    simulation = Simulation.run(model, shardings[0], machine, options, Workload(arguments.tokens_per_step, arguments.mfu))
+    simulation = Simulation.run(
+        model, shardings[0], machine, options, Workload(arguments.tokens_per_step, arguments.mfu)
+    )
     report = _report(simulation, shardings[1:], compare=arguments.compare)
     rates = machine.calibration or machine.as_calibration(simulation.sharding.ranks)
     timelines = [(stage.plan.ranks, stage.timeline.phases) for stage in simulation.stages]
@@ -118,7 +122,9 @@ def _model(arguments: argparse.Namespace) -> ModelDescription:
     given = [name for name in ("model", "hf_config", "module") if getattr(arguments, name) is not None]
     if len(given) != 1:
         have = "none is" if not given else "several are"
-        raise ConfigError(f"one of --model, --hf-config, --module and --from-json says which model to plan; {have} given.")
+        raise ConfigError(
+            f"one of --model, --hf-config, --module and --from-json says which model to plan; {have} given."
+        )
     if arguments.model is not None:
         return load_model(arguments.model)
     return build_module(arguments.module) if arguments.module is not None else build_from_hf_config(arguments.hf_config)
@@ -136,8 +142,8 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     machine = machine_like("cpu" if calibration.device == "cpu" else calibration.device_name)
     if machine is None:
         raise ConfigError(
-            f"--calibration was measured on {calibration.device_name!r}, whose memory is not known: add --hardware with one of "
-            f"{', '.join(machine_names())}, or with a .json file of your own."
+            f"--calibration was measured on {calibration.device_name!r}, whose memory is not known: add --hardware "
+            f"with one of {', '.join(machine_names())}, or with a .json file of your own."
         )
     return machine.with_calibration(calibration)
 
@@ -175,7 +181,9 @@ def _comm_dtype(text: str | None) -> CommDtypeLike:
     known = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOAT_DTYPES, torch.int8)}
     dtypes = tuple(known.get(name.strip()) for name in text.split(","))
     if None in dtypes or len(dtypes) > 2:
-        raise ConfigError(f"--comm-dtype {text} is no dtype for the wire: write one of {', '.join(known)}, or two with a comma.")
+        raise ConfigError(
+            f"--comm-dtype {text} is no dtype for the wire: write one of {', '.join(known)}, or two with a comma."
+        )
     return (dtypes[0], dtypes[-1])
 
 

@@ -1,7 +1,7 @@
 """``meshmuon sweep``: a user's own training at several learning rates, with AdamW and with Muon.
 
-The user's function ``train(make_optimizer, seed)`` builds a model, calls ``make_optimizer(model)`` and trains. It yields the
-training loss of every step and may return a validation loss. Every run is saved as soon as it is over.
+The user's function ``train(make_optimizer, seed)`` builds a model, calls ``make_optimizer(model)`` and trains. It
+yields the training loss of every step and may return a validation loss. Every run is saved as soon as it is over.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ class SweepRun:
         optimizer: ``"AdamW"`` or ``"Muon"``.
         lr: what the optimizer was built with.
         seed: what the function was called with.
-        loss: what the function returned, else the mean training loss of the last tenth of the steps; None if it diverged.
-        steps: number of losses that it yielded.
-        curve: the training loss, thinned out.
+        loss: what the function returned, else the mean training loss of the last tenth of the steps; None if it
+        diverged. steps: number of losses that it yielded. curve: the training loss, thinned out.
     """
 
     optimizer: str
@@ -60,7 +59,9 @@ class SweepRun:
 
 def run(arguments: argparse.Namespace) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("meshmuon sweep runs in one process: start it without torchrun, with a model that fits one device.")
+        raise ConfigError(
+            "meshmuon sweep runs in one process: start it without torchrun, with a model that fits one device."
+        )
     sweep = Sweep(arguments.train, arguments.seeds, arguments.out)
     try:
         for lr in arguments.adamw_lrs or [arguments.lr]:
@@ -136,7 +137,9 @@ class Sweep:
         text = f"{table(head, rows)}\nBest: {best[1]}, beside {best[0]}."
         if self.lr_beyond_the_best() is not None:
             text += " It is the first or last lr that was tried: try more with --lrs."
-        return text + (" Repeat it with --seeds 0 1 2 before you trust a small difference." if len(self.seeds) == 1 else "")
+        return text + (
+            " Repeat it with --seeds 0 1 2 before you trust a small difference." if len(self.seeds) == 1 else ""
+        )
 
     def plot(self) -> bool:
         """Writes sweep.png; returns False if matplotlib is not installed."""
@@ -153,8 +156,12 @@ class Sweep:
             for run in self.runs:
                 if (run.optimizer, run.lr) == (optimizer, best) and run.curve:
                     steps = [run.steps * (k + 1) / len(run.curve) for k in range(len(run.curve))]
-                    by_step.plot(steps, run.curve, color=colour, lw=1, label=f"{optimizer}, lr {best:g}, seed {run.seed}")
-        by_lr.set(xscale="log", xlabel="learning rate", ylabel="loss at the end", title="Muon and AdamW by learning rate")
+                    by_step.plot(
+                        steps, run.curve, color=colour, lw=1, label=f"{optimizer}, lr {best:g}, seed {run.seed}"
+                    )
+        by_lr.set(
+            xscale="log", xlabel="learning rate", ylabel="loss at the end", title="Muon and AdamW by learning rate"
+        )
         by_step.set(xlabel="step", ylabel="training loss", title="The best run of each")
         for axes in (by_lr, by_step):
             axes.grid(alpha=0.3)
@@ -201,7 +208,9 @@ class Sweep:
         try:
             return float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, RuntimeError):
-            raise ConfigError(f"{self.target} {verb} {type(value).__name__}, not a number: write loss.item().") from None
+            raise ConfigError(
+                f"{self.target} {verb} {type(value).__name__}, not a number: write loss.item()."
+            ) from None
 
     def _read(self) -> list[SweepRun]:
         if not self.path.exists():
@@ -251,7 +260,12 @@ def _progress(title: str, steps: int) -> Iterator[Callable[[float], None]]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+        )
         with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
             task = bar.add_task(title, total=steps or None, loss="")
             yield lambda loss: bar.update(task, advance=1, loss=f"{loss:.4f}")

@@ -48,7 +48,9 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def muon_on(params: Mapping[str, Tensor], **options: Any) -> Muon:
-    """Muon on the matrices and stacks of experts, AdamW on the rest; ``deterministic``, so that threads change no bit."""
+    """Muon on the matrices and stacks of experts, AdamW on the rest; ``deterministic``, so that threads change no
+    bit.
+    """
     groups = [
         {"params": chosen, "use_muon": use_muon, **({"expert_keys": ["experts"]} if use_muon else {})}
         for use_muon in (True, False)
@@ -60,10 +62,12 @@ def muon_on(params: Mapping[str, Tensor], **options: Any) -> Muon:
 class Comparison:
     """Steps parameters on a layout beside ``whole`` ones on one device and compares them.
 
-    On a CPU they must be equal bit for bit, unless ``wire`` is a dtype of 16 bits. Elsewhere each step may add what rounding
-    explains: both sides may be off by the bound of their products, the layout also by what is rounded on the wire.
+    On a CPU they must be equal bit for bit, unless ``wire`` is a dtype of 16 bits. Elsewhere each step may add what
+    rounding explains: both sides may be off by the bound of their products, the layout also by what is rounded on the
+    wire.
 
-    ``params`` may be replaced between steps, together with ``optimizer``. ``wire`` is None for the default of the device.
+    ``params`` may be replaced between steps, together with ``optimizer``. ``wire`` is None for the default of the
+    device.
     """
 
     against = "one device"
@@ -80,7 +84,8 @@ class Comparison:
     ) -> None:
         self.params, self.optimizer = params, optimizer or muon_on(params)
         self._context, self._whole, self._reference = context, whole, reference or muon_on(whole)
-        self.exact = set(whole) if context.exact and wire is None else set[str]()  # names of those without any tolerance
+        # names of those without any tolerance
+        self.exact = set(whole) if context.exact and wire is None else set[str]()
         self._compute = default_compute_dtype(context.device, torch.float32)
         self._wire = wire or (torch.float32 if context.device.type == "cpu" else torch.bfloat16)
         self._allowed = dict.fromkeys(whole, 0.0)
@@ -88,7 +93,9 @@ class Comparison:
         self._groups = {param: group for group in self._reference.param_groups for param in group["params"]}
 
     def run(self, steps: Iterable[int], give_gradients: Callable[[int], object] | None = None) -> Comparison:
-        """Makes these steps. ``give_gradients`` gives both sides the same gradients; by default seeded ones. Returns itself."""
+        """Makes these steps. ``give_gradients`` gives both sides the same gradients; by default seeded ones.
+        Returns itself.
+        """
         steps = list(steps)
         for step in steps:
             with self._context.doing(f"step {step + 1} of {steps[-1] + 1}"):
@@ -104,12 +111,20 @@ class Comparison:
         """Which of the parameters on the layout are not as one device has them, and ``more`` problems."""
         problems = [*more]
         for name, param in self._whole.items():
-            shard, expected = (local_part(t.detach()).cpu() for t in (self.params[name], like(self.params[name], param)))
+            shard, expected = (
+                local_part(t.detach()).cpu() for t in (self.params[name], like(self.params[name], param))
+            )
             if shard.numel() == expected.numel() == 0:  # wrappers give empty shards other shapes
                 continue
-            error = float((shard.double() - expected.double()).norm()) if shard.shape == expected.shape else float("inf")
+            error = (
+                float((shard.double() - expected.double()).norm()) if shard.shape == expected.shape else float("inf")
+            )
             if not error <= self._allowed[name]:
-                why = "they must be equal bit for bit" if name in self.exact else f"rounding explains {self._allowed[name]:.2e}"
+                why = (
+                    "they must be equal bit for bit"
+                    if name in self.exact
+                    else f"rounding explains {self._allowed[name]:.2e}"
+                )
                 problems.append(f"{name} differs from {self.against} by {error:.2e} after {self._steps} steps; {why}")
         same = f"the bits of {self.against}" if self.exact else f"{self.against}'s result within rounding"
         return Finding(f"{layout}: {same} after {self._steps} steps", problems)

@@ -1,4 +1,6 @@
-"""What a check is, what it is given (this rank, its device, meshes, a place to say what it is doing), and how it ends."""
+"""What a check is, what it is given (this rank, its device, meshes, a place to say what it is doing), and how it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ class Check:
     section: str = "checks"  # of the report
     fewest_ranks: int = 1  # with fewer, it is skipped
     advice_if_stuck: str = (  # if it does not come to its end on some rank
-        "Look at the ranks that are named: their logs, their devices (nvidia-smi, dmesg) and their links. Then run it again with "
-        "--only {name}, and with a larger --limit if it was only slow."
+        "Look at the ranks that are named: their logs, their devices (nvidia-smi, dmesg) and their links. Then run it "
+        "again with --only {name}, and with a larger --limit if it was only slow."
     )
 
     def advice_for(self, *, stuck: bool) -> str:
@@ -108,7 +110,8 @@ def _number(name: str, default: int, *, at_least: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.strip().isdecimal() or int(text) < at_least:
         raise ConfigError(
-            f"{name}={text!r} in the environment must be a whole number of at least {at_least}. Use torchrun, or unset it."
+            f"{name}={text!r} in the environment must be a whole number of at least {at_least}. Use torchrun, or "
+            "unset it."
         )
     return int(text)
 
@@ -124,14 +127,16 @@ def own_device(kind: str | None, local_rank: int) -> torch.device:
         count = 0 if ":" in kind or kind == "meta" else hardware_of(device).count()
     if not count:
         raise ConfigError(
-            f"--device {kind}: torch sees no such device here. Write a type alone, such as cpu or cuda: LOCAL_RANK says which "
-            "of them a rank takes."
+            f"--device {kind}: torch sees no such device here. Write a type alone, such as cpu or cuda: LOCAL_RANK "
+            "says which of them a rank takes."
         )
     return torch.device(str(kind), local_rank % count)
 
 
 def check_backend(backend: str, device_type: str) -> None:
-    """Refuses a backend that is not there, or that does not move the memory of the devices; "cpu:gloo,cuda:nccl" is allowed."""
+    """Refuses a backend that is not there, or that does not move the memory of the devices; "cpu:gloo,cuda:nccl" is
+    allowed.
+    """
     known, pairs = available_backends(), [part.split(":") for part in backend.lower().split(",")]
     if ":" in backend:
         is_whole = all(len(pair) == 2 and pair[1] in known for pair in pairs)
@@ -140,9 +145,9 @@ def check_backend(backend: str, device_type: str) -> None:
         moved = list(known.get(backend.lower(), ()))
     if moved.count(device_type) != 1 or len(set(moved)) != len(moved):
         raise ConfigError(
-            f"--backend {backend} does not move the memory of {device_type}, and the ranks are there. Leave it out, or write one "
-            f"of those that this torch has ({', '.join(known) or 'none'}), or one DEVICE:BACKEND for each type of device, such "
-            "as cpu:gloo,cuda:nccl; --device chooses other devices."
+            f"--backend {backend} does not move the memory of {device_type}, and the ranks are there. Leave it out, "
+            f"or write one of those that this torch has ({', '.join(known) or 'none'}), or one DEVICE:BACKEND for "
+            "each type of device, such as cpu:gloo,cuda:nccl; --device chooses other devices."
         )
 
 
@@ -180,7 +185,9 @@ class Context:
         try:
             store, rank, world = next(met)
         except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing, or no port
-            raise ConfigError(f"{error}. Launch with torchrun, or set MASTER_ADDR and MASTER_PORT on all ranks.") from None
+            raise ConfigError(
+                f"{error}. Launch with torchrun, or set MASTER_ADDR and MASTER_PORT on all ranks."
+            ) from None
         return cls(options, rank, world, store, device, node)
 
     @contextmanager

@@ -1,4 +1,6 @@
-"""``meshmuon doctor``: proves and measures the library on the machines that it runs on. Checks are in the order of their run."""
+"""``meshmuon doctor``: proves and measures the library on the machines that it runs on. Checks are in the order of
+their run.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from .report import Report, report_as_json
 from .runner import Runner
 
 _LAYOUT = (
-    "Run it again with --only {name}. If it fails again, report it with the output of --json: a layout that differs from one "
-    "device is a bug of meshmuon, or of a kernel or collective below it (the checks above tell)."
+    "Run it again with --only {name}. If it fails again, report it with the output of --json: a layout that differs "
+    "from one device is a bug of meshmuon, or of a kernel or collective below it (the checks above tell)."
 )
 _CONNECTION = (
-    "Look for firewalls, for the wrong interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) and for ranks on a full or lost "
-    "device; NCCL_DEBUG=INFO tells more."
+    "Look for firewalls, for the wrong interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) and for ranks on a full or "
+    "lost device; NCCL_DEBUG=INFO tells more."
 )
 _JOIN = f"Start all ranks at the same time. {_CONNECTION}"
 _MEASUREMENT = "Run it again with --only {name} on an idle machine."
@@ -37,8 +39,8 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "products",
         "products against torch in float64",
-        "Do not train: a kernel gives wrong results here. Update torch, Triton and the driver; without Triton, torch's products "
-        "are used.",
+        "Do not train: a kernel gives wrong results here. Update torch, Triton and the driver; without Triton, "
+        "torch's products are used.",
         numerics.check_products,
     ),
     Check(
@@ -70,18 +72,25 @@ CHECKS: tuple[Check, ...] = (
     Check("ddp", "DDP against one device", _LAYOUT, layouts.check_ddp),
     Check("distmuon", "DistMuon against one device", _LAYOUT, layouts.check_dist_muon),
     Check("bf16", "bfloat16 on the wire against one device", _LAYOUT, layouts.check_bf16_wire),
-    Check("int8", "int8 on the wire and in the momentum against the reference path", _LAYOUT, layouts.check_int8, fewest_ranks=2),
+    Check(
+        "int8",
+        "int8 on the wire and in the momentum against the reference path",
+        _LAYOUT,
+        layouts.check_int8,
+        fewest_ranks=2,
+    ),
     Check(
         "offload",
         "weights in host memory against weights on the device",
-        "Train without CPUOffloadPolicy until it passes; turn_on_cpu_offload() still moves the optimizer's state to host memory. "
-        "Report it with the output of --json.",
+        "Train without CPUOffloadPolicy until it passes; turn_on_cpu_offload() still moves the optimizer's state to "
+        "host memory. Report it with the output of --json.",
         layouts.check_host_memory,
     ),
     Check(
         "checkpoint",
         "a checkpoint moves to another mesh",
-        "Look at the free space and the rights of the folder (--folder); otherwise report it with the output of --json.",
+        "Look at the free space and the rights of the folder (--folder); otherwise report it with the output of "
+        "--json.",
         layouts.check_checkpoint,
     ),
     Check("stress", "200 short steps under stress", _LAYOUT, layouts.check_stress),
@@ -114,8 +123,8 @@ def chosen_checks(options: DoctorOptions) -> Sequence[Check]:
 def run_doctor(context: Context, stream: TextIO | None = None) -> int:
     """Runs the checks that the options ask for. Every rank calls it, from its main thread. Returns the exit code.
 
-    Rank 0 reports to ``stream``, by default standard output, and writes the files. After a failure a thread may still wait for a
-    lost rank: only the end of the process ends it.
+    Rank 0 reports to ``stream``, by default standard output, and writes the files. After a failure a thread may still
+    wait for a lost rank: only the end of the process ends it.
     """
     began, options = time.monotonic(), context.options
     report = Report(None if context.rank else stream or sys.stdout)
@@ -129,7 +138,9 @@ def run_doctor(context: Context, stream: TextIO | None = None) -> int:
         calibration = measurements.calibration_of(context)
         saved = None if calibration is None else calibration.to_json()
         if options.json_file is not None:
-            passed &= _written(options.json_file, report_as_json(context.world, surroundings, runner.outcomes, seconds, saved))
+            passed &= _written(
+                options.json_file, report_as_json(context.world, surroundings, runner.outcomes, seconds, saved)
+            )
         if options.save_file is not None and saved is not None:
             passed &= _written(options.save_file, saved)
         passed &= report.is_read

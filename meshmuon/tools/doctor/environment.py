@@ -32,7 +32,16 @@ _OPTIONAL = {  # what each is for
     "lightning": "Lightning and Fabric",
     "torchtitan": "torchtitan",
 }
-_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "MKL_", "ONEDNN_", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
+_VARIABLES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_NCCL_",
+    "OMP_NUM_THREADS",
+    "MKL_",
+    "ONEDNN_",
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+)
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve")
 _PROBE = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); assert float((a @ a)[0, 0]) == 256"
 
@@ -49,12 +58,15 @@ def cpu_name() -> str:
     info = cpu_info()
     flags = set(info.get("flags", info.get("Features", "")).split())
     name = info.get("model name") or platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores, {', '.join(f for f in _FEATURES if f in flags) or 'no vector features known'}"
+    return (
+        f"{name}, {os.cpu_count()} cores, {', '.join(f for f in _FEATURES if f in flags) or 'no vector features known'}"
+    )
 
 
 @lru_cache(maxsize=1)
 def bfloat16_works() -> bool:
-    """Whether a bfloat16 product on the CPU ends well. Some virtual machines advertise AMX and kill the process that uses it.
+    """Whether a bfloat16 product on the CPU ends well. Some virtual machines advertise AMX and kill the process that
+    uses it.
 
     Asked in a separate process, and only where there is a doubt.
     """
@@ -62,7 +74,9 @@ def bfloat16_works() -> bool:
     if "amx_tile" not in flags or "ONEDNN_MAX_CPU_ISA" in os.environ:
         return True
     try:
-        return subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, timeout=60, check=False).returncode == 0
+        return (
+            subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, timeout=60, check=False).returncode == 0
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
 

@@ -48,8 +48,8 @@ def join(context: Context) -> Finding:
 def partner(rank: int, turn: int, world: int) -> int | None:
     """The partner of ``rank`` in a turn; over all ``turns``, every pair meets once.
 
-    Ranks sit around a table, one of them stays and the others move on by one seat in every turn; with an odd number, one rank
-    pauses in each turn.
+    Ranks sit around a table, one of them stays and the others move on by one seat in every turn; with an odd number,
+    one rank pauses in each turn.
     """
     last = world + world % 2 - 1
     staying, moved = turn % last, (2 * turn - rank) % last
@@ -61,7 +61,9 @@ def turns(world: int) -> int:
     return max(0, world + world % 2 - 1)
 
 
-def exchange_with(exchange: Exchange, sent: Mapping[int, Tensor], lengths: Mapping[int, int], like: Tensor) -> dict[int, Tensor]:
+def exchange_with(
+    exchange: Exchange, sent: Mapping[int, Tensor], lengths: Mapping[int, int], like: Tensor
+) -> dict[int, Tensor]:
     """One exchange of parts by rank; ``lengths`` are the elements of those that arrive, which are returned."""
     outgoing = torch.cat([like[:0], *(sent[rank] for rank in sorted(sent))])
     incoming = like.new_full((sum(lengths.values()),), -1)
@@ -82,11 +84,17 @@ def check_pairs(context: Context) -> Finding:
     for turn in range(turns(world)):
         other = partner(rank, turn, world)
         peers = [] if other is None else [other]
-        with context.doing(f"the first exchange between {ranks_text((rank, *peers))}" if peers else "a turn without an exchange"):
-            arrived = exchange_with(exchange, dict.fromkeys(peers, numbers + 10 * rank), dict.fromkeys(peers, 4), numbers)
+        with context.doing(
+            f"the first exchange between {ranks_text((rank, *peers))}" if peers else "a turn without an exchange"
+        ):
+            arrived = exchange_with(
+                exchange, dict.fromkeys(peers, numbers + 10 * rank), dict.fromkeys(peers, 4), numbers
+            )
             for peer, part in arrived.items():
                 if not torch.equal(part, numbers + 10 * peer):
-                    problems.append(f"from rank {peer} came {part.tolist()} instead of {(numbers + 10 * peer).tolist()}")
+                    problems.append(
+                        f"from rank {peer} came {part.tolist()} instead of {(numbers + 10 * peer).tolist()}"
+                    )
     count = world * (world - 1) // 2
     return Finding(f"{count} {'pair has' if count == 1 else 'pairs have'} exchanged", problems)
 
@@ -100,7 +108,9 @@ def _part(source: int, target: int, turn: int, dtype: torch.dtype, device: torch
 
 
 def check_ragged(context: Context) -> Finding:
-    """Exchanges of unequal parts, many of them empty, in float32 and bfloat16; in one of them some ranks send nothing at all."""
+    """Exchanges of unequal parts, many of them empty, in float32 and bfloat16; in one of them some ranks send
+    nothing at all.
+    """
     rank, world, exchange, problems = context.rank, context.world, world_exchange(context), list[str]()
     for turn in range(_RAGGED_ROUNDS):
         dtype = torch.bfloat16 if turn % 2 else torch.float32
@@ -113,5 +123,7 @@ def check_ragged(context: Context) -> Finding:
             arrived = exchange_with(exchange, sent, lengths, torch.empty(0, dtype=dtype, device=context.device))
             for peer, part in arrived.items():
                 if wrong := int((part != expected[peer]).sum()):
-                    problems.append(f"exchange {turn + 1}: {wrong} of {lengths[peer]} elements from rank {peer} are wrong")
+                    problems.append(
+                        f"exchange {turn + 1}: {wrong} of {lengths[peer]} elements from rank {peer} are wrong"
+                    )
     return Finding(f"{_RAGGED_ROUNDS} exchanges in float32 and bfloat16, also with empty parts", problems)

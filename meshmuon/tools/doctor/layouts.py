@@ -1,4 +1,6 @@
-"""Checks of steps on layouts, each beside the same steps on one device; also of weights in host memory, and of a checkpoint."""
+"""Checks of steps on layouts, each beside the same steps on one device; also of weights in host memory, and of a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from .numerics import seeded
 
 _STEPS, _STRESS_STEPS, _QUICK_STRESS_STEPS = 3, 200, 40
 _LONGEST_DELAY = 0.002  # seconds that a rank may come late under stress
-# For equal bits on any device. Powers of two: kernels that fuse different operations then still round identically, a host too.
-# One matrix per batch and wave, so that several are in flight at the same time.
+# For equal bits on any device. Powers of two: kernels that fuse different operations then still round identically, a
+# host too. One matrix per batch and wave, so that several are in flight at the same time.
 _EXACT_OPTIONS: dict[str, Any] = {
     "lr": 2.0**-7,
     "momentum": 0.5,
@@ -54,7 +56,9 @@ def check_fsdp2(context: Context, what: str = "uneven shards", **options: Any) -
     """With rows that do not divide."""
     world = context.world
     sizes = (24, 3 * world + 1, 2 * world + 3)
-    return _compared(context, f"FSDP2 on {world}, {what}", _sharded(context, Net(*sizes), world), Net(*sizes), **options)
+    return _compared(
+        context, f"FSDP2 on {world}, {what}", _sharded(context, Net(*sizes), world), Net(*sizes), **options
+    )
 
 
 def check_bf16_wire(context: Context) -> Finding:
@@ -69,13 +73,16 @@ def check_int8(context: Context) -> Finding:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     axes, options = context.two_axes(), {**_EXACT_OPTIONS, "comm_dtype": torch.int8, "momentum_dtype": torch.int8}
-    cuts = {"rows": (0, 0), "columns": (1, 1), "both": (0, 1)}  # which dims the axes shard; columns are cut inside blocks of 128
+    # which dims the axes shard; columns are cut inside blocks of 128
+    cuts = {"rows": (0, 0), "columns": (1, 1), "both": (0, 1)}
     whole = _seeded_params(context, dict.fromkeys(cuts, (2 * context.world + 1, 150)))
     params = {
         name: nn.Parameter(distribute_tensor(param.detach().clone(), context.mesh(*axes), [*map(Shard, cuts[name])]))
         for name, param in whole.items()
     }
-    comparison = Comparison(context, params, whole, muon_on(params, **options), muon_on(whole, reference_path=True, **options))
+    comparison = Comparison(
+        context, params, whole, muon_on(params, **options), muon_on(whole, reference_path=True, **options)
+    )
     comparison.exact, comparison.against = set(whole), "the reference path"
     return comparison.run(range(_STEPS)).finding(f"rows, columns and both cut over {axes[0]} × {axes[1]}")
 
@@ -132,7 +139,9 @@ def check_ddp(context: Context) -> Finding:
         wrapped = nn.parallel.DistributedDataParallel(Net(*sizes).to(context.device))
     with context.doing("a forward and a backward pass"):
         wrapped(seeded((4, 24), context.rank).to(context.device)).square().mean().backward()
-    return _compared(context, f"DDP on {context.world}, work divided", wrapped, Net(*sizes), replica_group=dist.group.WORLD)
+    return _compared(
+        context, f"DDP on {context.world}, work divided", wrapped, Net(*sizes), replica_group=dist.group.WORLD
+    )
 
 
 def check_dist_muon(context: Context) -> Finding:
@@ -165,7 +174,9 @@ class ExpertNet(Net):
 
 def check_host_memory(context: Context) -> Finding:
     on_cpu = context.device.type == "cpu"
-    return Finding("the weights are in host memory anyway", skipped=True) if on_cpu else with_and_without_offload(context)
+    return (
+        Finding("the weights are in host memory anyway", skipped=True) if on_cpu else with_and_without_offload(context)
+    )
 
 
 def with_and_without_offload(context: Context) -> Finding:
@@ -186,7 +197,11 @@ def with_and_without_offload(context: Context) -> Finding:
 
 
 def stepped_side_by_side(
-    context: Context, layout: str, params: Mapping[str, Tensor], resident: Mapping[str, Tensor], backward: Callable[[int], None]
+    context: Context,
+    layout: str,
+    params: Mapping[str, Tensor],
+    resident: Mapping[str, Tensor],
+    backward: Callable[[int], None],
 ) -> Finding:
     """Steps parameters in host memory and the same ones on the device; ``backward`` makes the gradients of the former.
 
@@ -212,12 +227,16 @@ def stepped_side_by_side(
         state = optimizer.state[param].items()
         tensors |= {f"{key} of {name}": value for key, value in state if isinstance(value, Tensor)}
     places = {name: local_part(value).device for name, value in tensors.items()}
-    wrong = [f"{name} is on {device}; it must stay in host memory" for name, device in places.items() if device.type != "cpu"]
+    wrong = [
+        f"{name} is on {device}; it must stay in host memory" for name, device in places.items() if device.type != "cpu"
+    ]
     return comparison.finding(layout, wrong)
 
 
 def check_checkpoint(context: Context) -> Finding:
-    """Saves on one mesh with torch's distributed checkpoints, loads on another, and steps on: as if never interrupted."""
+    """Saves on one mesh with torch's distributed checkpoints, loads on another, and steps on: as if never
+    interrupted.
+    """
     with context.doing("looking for NumPy"):
         has_numpy = [False] * context.world
         dist.all_gather_object(has_numpy, find_spec("numpy") is not None)
@@ -235,7 +254,9 @@ def check_checkpoint(context: Context) -> Finding:
         dist.all_gather_object(seen, folder.is_dir())
     try:
         if not all(seen):
-            return Finding(f"not all ranks see {folder}: pass --folder with a folder of a shared file system", skipped=True)
+            return Finding(
+                f"not all ranks see {folder}: pass --folder with a folder of a shared file system", skipped=True
+            )
         return _saved_and_loaded(context, folder / "checkpoint")
     finally:
         if context.rank == 0:
@@ -260,7 +281,9 @@ def _saved_and_loaded(context: Context, checkpoint: Path) -> Finding:
         model_state, optimizer_state = get_state_dict(other, comparison.optimizer)
         load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=checkpoint)
         set_state_dict(other, comparison.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return comparison.run(range(2, 4)).finding(f"saved on {context.world} (FSDP2), loaded on {axes[0]} × {axes[1]} (HSDP)")
+    return comparison.run(range(2, 4)).finding(
+        f"saved on {context.world} (FSDP2), loaded on {axes[0]} × {axes[1]} (HSDP)"
+    )
 
 
 def check_stress(context: Context) -> Finding:
@@ -286,4 +309,6 @@ def check_stress(context: Context) -> Finding:
             twin.grad = None if sharded is None else sharded.full_tensor()
 
     comparison.run(range(_QUICK_STRESS_STEPS if context.options.quick else _STRESS_STEPS), give_gradients)
-    return comparison.finding(f"FSDP2's passes, ranks up to {1000 * _LONGEST_DELAY:g} ms late, {missing} steps lack a gradient")
+    return comparison.finding(
+        f"FSDP2's passes, ranks up to {1000 * _LONGEST_DELAY:g} ms late, {missing} steps lack a gradient"
+    )

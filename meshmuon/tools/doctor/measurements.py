@@ -1,4 +1,6 @@
-"""Measurements on the user's machines: products, links, the host's time, a sharded step. All ranks measure at the same time."""
+"""Measurements on the user's machines: products, links, the host's time, a sharded step. All ranks measure at the
+same time.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from .exchanges import exchange_with, partner, turns, world_exchange
 from .numerics import seeded
 
 _LARGEST_SIZE = {"cpu": 2048}  # of products; elsewhere 8192
-_BATCH = 16  # matrices that are orthogonalised together, as steps do it where they have several of a shape; fewer large ones
+# matrices that are orthogonalised together, as steps do it where they have several of a shape; fewer large ones
+_BATCH = 16
 _ELEMENTS = 2**20  # of the tensors of elementwise work, and of batches
 _MOST_TURNS = 32  # in which pairs are measured: with many ranks a sample of the pairs
 _PAIR_BYTES = 4 * 2**20
@@ -65,7 +68,8 @@ def _median_seconds(context: Context, work: Callable[[], object], repeats: int, 
 
 
 def _usual_seconds(context: Context, work: Callable[[], object]) -> float:
-    """Of a call among many. Where ranks share cores, most short calls are not interrupted, and a step is: the mean has that.
+    """Of a call among many. Where ranks share cores, most short calls are not interrupted, and a step is: the mean has
+    that.
 
     Where they do not, only other programs interrupt, and the median leaves them out.
     """
@@ -91,7 +95,11 @@ def medians(by_rank: Sequence[Any]) -> Any:
     first = by_rank[0]
     if not isinstance(first, Mapping):
         return None if first is None else float(statistics.median(by_rank))
-    return {key: medians([figures[key] for figures in by_rank]) for key in first if all(key in figures for figures in by_rank)}
+    return {
+        key: medians([figures[key] for figures in by_rank])
+        for key in first
+        if all(key in figures for figures in by_rank)
+    }
 
 
 # Products.
@@ -100,7 +108,11 @@ def medians(by_rank: Sequence[Any]) -> Any:
 def measure_rates(context: Context) -> Finding:
     """Rates of n × n products in each dtype, of the default orthogonalisation, and of elementwise work."""
     on_cpu, compute = context.device.type == "cpu", default_compute_dtype(context.device, torch.float32)
-    dtypes = [torch.float32, *([] if on_cpu else [torch.float16]), *([torch.bfloat16] if not on_cpu or bfloat16_works() else [])]
+    dtypes = [
+        torch.float32,
+        *([] if on_cpu else [torch.float16]),
+        *([torch.bfloat16] if not on_cpu or bfloat16_works() else []),
+    ]
     figures = {
         "products": {key: rate for dtype in dtypes for key, rate in _product_rates(context, dtype).items()},
         **_orthogonalisation_rates(context, compute),
@@ -125,7 +137,9 @@ def _product_rates(context: Context, dtype: torch.dtype) -> dict[_RateKey, float
 
 
 def _orthogonalisation_rates(context: Context, dtype: torch.dtype) -> dict[str, dict[_RateKey, float]]:
-    """FLOPs per second of a further matrix of a batch and of a single one, by dtype and size or, if not square, sides."""
+    """FLOPs per second of a further matrix of a batch and of a single one, by dtype and size or, if not square,
+    sides.
+    """
     of_further, alone = dict[_RateKey, float](), dict[_RateKey, float]()
 
     def measure(*sides: int) -> float:
@@ -136,7 +150,8 @@ def _orthogonalisation_rates(context: Context, dtype: torch.dtype) -> dict[str, 
             single, batch = (_orthogonalisation_seconds(context, number, size, length) for number in (1, count))
         key: _RateKey = (_name(dtype), size) if size == length else (_name(dtype), size, length)
         alone[key] = flops / single
-        # Where launches take all of the time, a batch takes as long as a matrix: no rate is above twice that of the batch.
+        # Where launches take all of the time, a batch takes as long as a matrix: no rate is above twice that of the
+        # batch.
         of_further[key] = flops / max((batch - single) / (count - 1), batch / count / 2)
         return batch
 
@@ -148,7 +163,9 @@ def _orthogonalisation_rates(context: Context, dtype: torch.dtype) -> dict[str, 
 
 def _orthogonalisation_seconds(context: Context, *shape: int) -> float:
     batch = seeded(shape, shape[-2]).to(context.device)
-    return _usual_seconds(context, partial(orthogonalize, batch, AUTO, out=torch.empty_like(batch), workspace=Workspace()))
+    return _usual_seconds(
+        context, partial(orthogonalize, batch, AUTO, out=torch.empty_like(batch), workspace=Workspace())
+    )
 
 
 def _measure_sizes(context: Context, measure: Callable[[int], float], *, longest: float) -> None:
@@ -194,7 +211,9 @@ def summarise_rates(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> F
     lines += remark_on_bfloat16(context.device.type, figures["products"])
     for kind in ("products", "orthogonalisation", "alone"):
         rates = figures[kind].items()
-        figures[kind] = [asdict(Rate(dtype, size, rate, length[0] if length else None)) for (dtype, size, *length), rate in rates]
+        figures[kind] = [
+            asdict(Rate(dtype, size, rate, length[0] if length else None)) for (dtype, size, *length), rate in rates
+        ]
     figures |= {"slowest_rank": largest.index(min(largest)), "slowest_share": share}
     context.figures["rates"] = figures
     return Finding("; ".join(lines), figures=figures)
@@ -249,14 +268,17 @@ def measure_links(context: Context) -> Finding:
         seconds = exchange_seconds(count, 2 * _REPEATS)
         cpu_share = (time.process_time() - cpu) / (time.perf_counter() - began)
     link = LinkRate(4 * count * (world - 1) / seconds, latency)
-    return summarise_links(context, _by_rank({"pairs": pairs, "exchange": asdict(link), "exchange_cpu_share": cpu_share}))
+    return summarise_links(
+        context, _by_rank({"pairs": pairs, "exchange": asdict(link), "exchange_cpu_share": cpu_share})
+    )
 
 
 def summarise_links(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> Finding:
     """Medians over pairs inside and between nodes, the slowest pair, and exchanges of all ranks."""
     pairs: dict[tuple[int, int], tuple[float, float]] = {}
     for rank, of_rank in enumerate(by_rank):
-        for peer, (latency, seconds) in of_rank["pairs"].items():  # both ranks of a pair have measured it; the slower one counts
+        # both ranks of a pair have measured it; the slower one counts
+        for peer, (latency, seconds) in of_rank["pairs"].items():
             ends = min(rank, peer), max(rank, peer)
             known = pairs.get(ends, (0.0, 0.0))
             pairs[ends] = max(latency, known[0]), max(seconds, known[1])
@@ -272,11 +294,16 @@ def summarise_links(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> F
         chosen = [ends for ends in pairs if (context.nodes[ends[0]] == context.nodes[ends[1]]) is (kind == "inside")]
         figures[kind] = None
         if chosen:
-            latency, seconds = (statistics.median(times) for times in zip(*(pairs[ends] for ends in chosen), strict=True))
+            latency, seconds = (
+                statistics.median(times) for times in zip(*(pairs[ends] for ends in chosen), strict=True)
+            )
             link, (slowest, rate) = LinkRate(_PAIR_BYTES / seconds, latency), slowest_of(chosen)
             figures[kind], ratio = asdict(link), link.bytes_per_second / rate
             text = f"{place} {_link_text(link)} per pair, slowest pair {slowest[0]}-{slowest[1]} {_giga(rate)} GB/s"
-            remark = f", {ratio:.0f} times as slow as the median: look at the cable, the card and the interface of these ranks"
+            remark = (
+                f", {ratio:.0f} times as slow as the median: look at the cable, the card and the interface of these "
+                "ranks"
+            )
             texts.append(text + (remark if ratio > _SLOW_PAIR else ""))
     texts.append(f"all ranks at once {_link_text(LinkRate(**figures['exchange']))} per rank")
     context.figures["links"] = figures
@@ -349,7 +376,10 @@ def copy_link(context: Context) -> LinkRate:
     transfers, seconds = transfers_for(context.device), dict[int, float]()
     with context.doing("measuring copies between host and device"):
         for count in (1, _COPY_BYTES):
-            host, device = transfers.host_buffer(count, torch.uint8), torch.empty(count, dtype=torch.uint8, device=context.device)
+            host, device = (
+                transfers.host_buffer(count, torch.uint8),
+                torch.empty(count, dtype=torch.uint8, device=context.device),
+            )
 
             def to_and_fro(host: Tensor = host, device: Tensor = device) -> None:
                 transfers.load(device, host)
@@ -362,7 +392,10 @@ def copy_link(context: Context) -> LinkRate:
 
 def summarise_host(context: Context, by_rank: Sequence[Mapping[str, Any]]) -> Finding:
     figures = context.figures["host"] = medians(by_rank)
-    text = f"{1e6 * figures['seconds_per_matrix']:.0f} µs per matrix and {1e3 * figures['seconds_per_step']:.2f} ms per step"
+    text = (
+        f"{1e6 * figures['seconds_per_matrix']:.0f} µs per matrix and {1e3 * figures['seconds_per_step']:.2f} ms per "
+        "step"
+    )
     if figures["seconds_per_launch"] is not None:
         text += f", {1e6 * figures['seconds_per_launch']:.1f} µs per launch"
     if figures["copies"] is not None:

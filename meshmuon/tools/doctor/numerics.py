@@ -1,8 +1,9 @@
 """Checks of the arithmetic on this rank's device: products, the Triton kernel, orthogonalisation.
 
-How far an orthogonalised matrix may be off because of rounding is derived from the arithmetic, for any device: the same iteration
-runs in float64, where every product is moved at random by as much as its dtype may round it. What rounding does early and later
-steps amplify is in this simulation. ``tests/support/bounds.py`` derives its bounds in the same way.
+How far an orthogonalised matrix may be off because of rounding is derived from the arithmetic, for any device: the same
+iteration runs in float64, where every product is moved at random by as much as its dtype may round it. What rounding
+does early and later steps amplify is in this simulation. ``tests/support/bounds.py`` derives its bounds in the same
+way.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def check_orthogonalisation(context: Context) -> Finding:
                 largest = max(largest, error / allowed)
                 if not error <= allowed:
                     problems.append(
-                        f"{shape[0]}×{shape[1]} by {len(scheme.steps)} steps of {scheme.name} is {error:.2e} from the SVD's "
-                        f"result; rounding explains {allowed:.2e}"
+                        f"{shape[0]}×{shape[1]} by {len(scheme.steps)} steps of {scheme.name} is {error:.2e} from the "
+                        f"SVD's result; rounding explains {allowed:.2e}"
                     )
     text = f"in {str(compute).removeprefix('torch.')}, the largest error is {largest:.2f} of what rounding allows"
     return Finding(text, problems)
@@ -197,7 +198,9 @@ def exact_result(matrix: Tensor, scheme: Scheme) -> Tensor:
 
 
 @one_thread()
-def rounding_bound(matrix: Tensor, scheme: Scheme, compute: torch.dtype, *, form: str = "auto", sent: float = 0.0) -> float:
+def rounding_bound(
+    matrix: Tensor, scheme: Scheme, compute: torch.dtype, *, form: str = "auto", sent: float = 0.0
+) -> float:
     """Bound on the Frobenius norm of the error of orthogonalising ``matrix`` with products of ``compute``.
 
     ``sent`` is the unit roundoff of what travels: the matrix is rounded to it before, and the result after.

@@ -1,4 +1,6 @@
-"""The report: a table in plain text, with colours and progress on a terminal if ``rich`` is installed, and JSON for tools."""
+"""The report: a table in plain text, with colours and progress on a terminal if ``rich`` is installed, and JSON for
+tools.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class Report:
 
     def _indented(self, head: str, text: str) -> str:
         indent = " " * len(head)
-        return textwrap.fill(head + text, self._width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        return textwrap.fill(
+            head + text, self._width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
 
     def _write(self, line: str, style: str = "") -> None:
         if self._stream is None or not self.is_read:

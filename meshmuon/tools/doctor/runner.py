@@ -1,12 +1,13 @@
 """Runs each check in a separate thread and watches it from the main thread, so that a hang ends in a report.
 
-Ranks tell each other where they are by keys in the launcher's store, never by what is being checked: a check can leave process
-groups broken or ranks waiting in them, and the store still answers. Each rank posts one ``Finding`` per check. Rank 0 waits for
-those of all ranks and posts one verdict.
+Ranks tell each other where they are by keys in the launcher's store, never by what is being checked: a check can leave
+process groups broken or ranks waiting in them, and the store still answers. Each rank posts one ``Finding`` per check.
+Rank 0 waits for those of all ranks and posts one verdict.
 
 - After an exception on any rank the verdict is to stop, since ranks may be out of step.
-- Rank 0 stops early if a check takes longer than its limit, if an error has left ranks waiting, or if a launcher terminates it
-  because another rank has died. A rank that is still in the check then posts where; one that posts nothing is lost.
+- Rank 0 stops early if a check takes longer than its limit, if an error has left ranks waiting, or if a launcher
+  terminates it because another rank has died. A rank that is still in the check then posts where; one that posts
+  nothing is lost.
 - A thread that waits for a lost rank cannot be woken; the process reports without it, and ends with it.
 """
 
@@ -66,7 +67,9 @@ class Runner:
         self.outcomes: list[Outcome] = []
 
     def run(self) -> bool:
-        """Runs all checks; every rank must call, from its main thread. Returns whether all is well, the same on every rank."""
+        """Runs all checks; every rank must call, from its main thread. Returns whether all is well, the same on
+        every rank.
+        """
         passed = True
         settle_fake_tensors()  # each check is a thread
         for check in self._checks:
@@ -86,7 +89,8 @@ class Runner:
     def close(self) -> None:
         """After rank 0's report: rank 0 lets the others go, which wait for it here, since the store may end with it.
 
-        Signals end the process again only at the very end: a launcher terminates rank 0 when another rank ends with an exit code.
+        Signals end the process again only at the very end: a launcher terminates rank 0 when another rank ends with an
+        exit code.
         """
         with suppress(RuntimeError):  # the store is gone, together with rank 0: no rank waits any longer
             if self._rank == 0:
@@ -96,7 +100,8 @@ class Runner:
                 if not self._await(lambda: self._store.check(["reported"]), _REPORTING):
                     print(f"meshmuon doctor, rank {self._rank}: rank 0 has not reported.", file=sys.stderr)
                 self._store.add("left", 1)
-        if dist.is_initialized() and not self._worker.is_alive():  # a thread that waits for a lost rank ends with the process
+        # a thread that waits for a lost rank ends with the process
+        if dist.is_initialized() and not self._worker.is_alive():
             dist.destroy_process_group()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -195,7 +200,9 @@ class Runner:
         else:
             print(f"meshmuon doctor, rank {self._rank}: {reason}; this rank: {self._where()}", file=sys.stderr)
 
-    def _end(self, check: Check, status: Status, detail: str, advice: str = "", figures: Mapping[str, Any] | None = None) -> None:
+    def _end(
+        self, check: Check, status: Status, detail: str, advice: str = "", figures: Mapping[str, Any] | None = None
+    ) -> None:
         seconds = 0.0 if status == "not run" else time.monotonic() - self._began
         self.outcomes.append(Outcome(check, status, seconds, detail, advice, figures or {}))
         self._report.end(self.outcomes[-1])

@@ -1,7 +1,7 @@
 """Kernel launches per rank and step, from a plan alone. Launching takes the host of a GPU most of its time.
 
-The counts are those of ``kernels="auto"`` on a GPU, and equal what the step executes launch by launch: a test compares them on
-every rank with a recording stand-in for a GPU. Whoever adds launches to the executor changes this module too.
+The counts are those of ``kernels="auto"`` on a GPU, and equal what the step executes launch by launch: a test compares
+them on every rank with a recording stand-in for a GPU. Whoever adds launches to the executor changes this module too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Launches:
     products: int = 0  # of the orthogonalisation, with the norms before and the copy after
     rules: int = 0  # by update rules, with the copies of their state
     adamw: int = 0
-    batches: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # (matrices, rows, cols) → number of batches
+    # (matrices, rows, cols) → number of batches
+    batches: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
     @property
     def total(self) -> int:
@@ -65,8 +66,9 @@ def launches_of(
 ) -> dict[int, Launches]:
     """Rank → what it launches in a step of ``Muon`` or, with ``averages``, of ``DistMuon``; without AdamW.
 
-    ``kinds`` has an entry for each part of the plan; without it, all are in one param group. ``counters`` is the number of
-    stochastically rounded parameters, ``batch_budget`` the scratch bytes of a batch if they differ from the plan's budget.
+    ``kinds`` has an entry for each part of the plan; without it, all are in one param group. ``counters`` is the number
+    of stochastically rounded parameters, ``batch_budget`` the scratch bytes of a batch if they differ from the plan's
+    budget.
     """
     budget = batch_budget or plan.options.budget
     return _Counter(plan, kinds or [PartKind()] * len(plan.params), budget, averages=averages).count(counters)
@@ -136,7 +138,15 @@ class _Counter:
         known: dict[Hashable, _Part] = {}  # layers repeat the same few
         self._parts: list[_Part] = []
         for planned, kind in zip(plan.params, kinds, strict=True):
-            key = planned.layouts[0].shape, planned.window, planned.stack_dims, planned.how, planned.lane, planned.staged, kind
+            key = (
+                planned.layouts[0].shape,
+                planned.window,
+                planned.stack_dims,
+                planned.how,
+                planned.lane,
+                planned.staged,
+                kind,
+            )
             if key not in known:
                 known[key] = _Part(planned, kind)
             self._parts.append(known[key])
@@ -231,7 +241,9 @@ class _Counter:
             hops, traffic = (plan.averaging_hops if self._averages else plan.hops)[wave], plan.traffic[wave]
             exchanges = traffic.scatter.reversed() if self._averages else traffic.gather, traffic.scatter
             # Through relays, what leaves in a hop is copied before it, and what has arrived after the last.
-            columns = [hop.sent for exchange in hops for hop in exchange] + [exchange.received for exchange in exchanges]
+            columns = [hop.sent for exchange in hops for hop in exchange] + [
+                exchange.received for exchange in exchanges
+            ]
             copies = [sum(map(bool, of_rank)) if plan.relayed else 0 for of_rank in zip(*columns, strict=True)]
             for (rank, launches), copied in zip(total.items(), copies, strict=True):
                 launches.lists += copied + (of_kinds[kinds.kind_of[rank]] if rank in kinds.kind_of else 0)

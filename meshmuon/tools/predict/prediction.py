@@ -23,7 +23,9 @@ def predict(
     launches: Mapping[int, Launches] | None = None,
     peers: WavePeers | None = None,
 ) -> Timeline:
-    """``step_timeline`` with the kernels that hosts issue for their devices: ``launches``, or those that follow from the plan."""
+    """``step_timeline`` with the kernels that hosts issue for their devices: ``launches``, or those that follow
+    from the plan.
+    """
     on_device = {} if machine.device == "cpu" else launches or launches_of(plan, averages=averages)
     issued = [of_rank.total for of_rank in on_device.values()]
     return step_timeline(plan, machine, averages=averages, adamw_elements=adamw_elements, launches=issued, peers=peers)

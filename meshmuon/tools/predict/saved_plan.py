@@ -22,8 +22,8 @@ def read_plan(text: str) -> Plan:
         raise ConfigError("it is no plan: write one with optimizer.plan().to_json().")
     if content.get("version") != PLAN_VERSION:
         raise ConfigError(
-            f"its plan has version {content.get('version')!r}, and this meshmuon reads version {PLAN_VERSION}: write it again "
-            "with optimizer.plan().to_json()."
+            f"its plan has version {content.get('version')!r}, and this meshmuon reads version {PLAN_VERSION}: write "
+            "it again with optimizer.plan().to_json()."
         )
     try:
         plan = _read(content)
@@ -42,7 +42,8 @@ def read_plan(text: str) -> Plan:
 def _read(content: Mapping[str, Any]) -> Plan:
     meshes = [Mesh(tuple(row["shape"]), tuple(row["ranks"])) for row in content["meshes"]]
     layouts = [
-        Layout(tuple(row["shape"]), meshes[row["mesh"]], tuple(map(_placement, row["placements"]))) for row in content["layouts"]
+        Layout(tuple(row["shape"]), meshes[row["mesh"]], tuple(map(_placement, row["placements"])))
+        for row in content["layouts"]
     ]
     params = tuple(_read_param(row, layouts) for row in content["parameters"])
     nodes = content["nodes"]

@@ -1,4 +1,6 @@
-"""Timelines in Chrome's trace format, for Perfetto and chrome://tracing: a process per rank, with tracks for device and links."""
+"""Timelines in Chrome's trace format, for Perfetto and chrome://tracing: a process per rank, with tracks for device
+and links.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ def trace_events(ranks: Sequence[int], phases: Sequence[Phase]) -> Iterator[dict
         for kind, wave, start, end in phases:
             if end[at] > start[at] and kind != "wait":
                 name = kind if wave is None else f"{kind} {wave}"
-                event: dict[str, object] = {"ph": "X", "pid": rank, "tid": int(kind in ON_LINKS), "name": name, "cat": kind}
+                event: dict[str, object] = {
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": int(kind in ON_LINKS),
+                    "name": name,
+                    "cat": kind,
+                }
                 yield event | {"ts": start[at] * 1e6, "dur": (end[at] - start[at]) * 1e6}
 
 

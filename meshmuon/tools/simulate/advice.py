@@ -1,4 +1,6 @@
-"""What is off, in words, and what to write instead; the same model with other options or on other meshes, side by side."""
+"""What is off, in words, and what to write instead; the same model with other options or on other meshes, side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,9 @@ def _memory(simulation: Simulation) -> Iterator[str]:
     needed, has = simulation.most_bytes("total"), simulation.machine.memory_bytes
     if has and needed > has:
         yield (
-            f"The weights, gradients, state and buffers of a rank take {bytes_text(needed)}, and it has {bytes_text(has)}, "
-            "without any activations: shard over more ranks, use bfloat16 weights (--param-dtype bfloat16), or offload "
-            "the optimizer's state."
+            f"The weights, gradients, state and buffers of a rank take {bytes_text(needed)}, and it has "
+            f"{bytes_text(has)}, without any activations: shard over more ranks, use bfloat16 weights (--param-dtype "
+            "bfloat16), or offload the optimizer's state."
         )
 
 
@@ -73,15 +75,15 @@ def _balance(simulation: Simulation) -> Iterator[str]:
     if balance.matrix_share < _LARGE_MATRIX:
         yield (
             f"The heaviest rank, {balance.heaviest_rank}, has {balance.heaviest_over_mean:.1f} times the mean "
-            f"({seconds_text(slowest)}), although no matrix is large: the ranks that hold its matrices are few, and only these "
-            "can own them. Compare other sizes of ep and dp_replicate."
+            f"({seconds_text(slowest)}), although no matrix is large: the ranks that hold its matrices are few, and "
+            "only these can own them. Compare other sizes of ep and dp_replicate."
         )
         return
     matrices = counted(alike, "large matrix", "large matrices")
     text = (
         f"{matrices} of {rows}×{cols} on {counted(per_stage, 'rank')}: the heaviest rank, {balance.heaviest_rank}, has "
-        f"{balance.heaviest_over_mean:.1f} times the mean ({seconds_text(slowest)}), {balance.matrix_share:.0%} of it for "
-        f"{balance.matrix}"
+        f"{balance.heaviest_over_mean:.1f} times the mean ({seconds_text(slowest)}), {balance.matrix_share:.0%} of it "
+        f"for {balance.matrix}"
     )
     if balance.idle_ranks:
         text += f", and {balance.idle_ranks} of {ranks} ranks orthogonalise nothing"
@@ -98,9 +100,14 @@ def _peers(simulation: Simulation) -> Iterator[str]:
         text = f"{peers:,} peers per exchange: exchanges between nodes go in two hops."
     else:
         connections = simulation.most_bytes("connections")
-        text = f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."
+        text = (
+            f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a "
+            "rank."
+        )
     if isinstance(axes := simulation.sharding, MeshAxes):
-        factor = next((2**k for k in range(1, 12) if peers // 2**k < _MANY_PEERS // 2 and axes.dp_shard % 2**k == 0), None)
+        factor = next(
+            (2**k for k in range(1, 12) if peers // 2**k < _MANY_PEERS // 2 and axes.dp_shard % 2**k == 0), None
+        )
         if factor is not None and (axes.ep == 1 or axes.fsdp * axes.tp // factor % axes.ep == 0):
             smaller = replace(axes, dp_replicate=axes.dp_replicate * factor, dp_shard=axes.dp_shard // factor)
             # Where replicas share an owner, it sends the result to all of them, and has as many peers as before.
@@ -126,7 +133,10 @@ def _waiting(simulation: Simulation) -> Iterator[str]:
     timeline = simulation.slowest.timeline
     if simulation.share < _LARGE_SHARE:
         return
-    text, others = f"The optimizer takes {simulation.share:.0%} of a training step", timeline.seconds_by_kind.get("others", 0.0)
+    text, others = (
+        f"The optimizer takes {simulation.share:.0%} of a training step",
+        timeline.seconds_by_kind.get("others", 0.0),
+    )
     if timeline.waited_for > 0.5 * timeline.seconds:
         wire = max((param.wire.itemsize for param in simulation.slowest.plan.params), default=2)
         fix = "comm_dtype=torch.bfloat16 halves what is sent" if wire > 2 else "larger batches make it rarer"
@@ -145,8 +155,8 @@ def _messages(simulation: Simulation) -> Iterator[str]:
     latency = simulation.machine.seconds_per_peer * simulation.machine.between.bytes_per_second
     if messages and 0 < total / messages < latency and simulation.most_peers > simulation.machine.ranks_per_node:
         yield (
-            f"A message has {bytes_text(total / messages)} on average: starting it takes longer than sending it. Fewer shards "
-            "per matrix (dp_replicate, or ep for experts) make messages larger."
+            f"A message has {bytes_text(total / messages)} on average: starting it takes longer than sending it. "
+            "Fewer shards per matrix (dp_replicate, or ep for experts) make messages larger."
         )
 
 
@@ -158,7 +168,9 @@ def compare_options(simulation: Simulation, *, all_of_them: bool) -> list[Figure
 
 
 def _likely_faster(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
-    """Fewer and larger waves, where a step has several and waits for them. Each choice plans again, so that there is one."""
+    """Fewer and larger waves, where a step has several and waits for them. Each choice plans again, so that there
+    is one.
+    """
     timeline, plan = simulation.slowest.timeline, simulation.slowest.plan
     if (
         len(plan.wave_lanes) > 1

@@ -1,4 +1,6 @@
-"""A model as plain data: the names and shapes of its parameters, who steps them, and how tensor parallelism cuts them."""
+"""A model as plain data: the names and shapes of its parameters, who steps them, and how tensor parallelism cuts
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _MOST_ELEMENTS = 2**44  # of a parameter: the bytes of thousands of layers still
 _MOST_LAYERS = 2**20
 _TEXTS = ("name", "title", "source", "published", "active")
 TP_STYLES = ("colwise", "rowwise", "packed_colwise", "replicate")
-"""How tensor parallelism cuts a weight: its outputs, its inputs, the outputs of each of two fused parts, or not at all."""
+"""How tensor parallelism cuts a weight: its outputs, its inputs, the outputs of each of two fused parts, or not at
+all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,8 @@ class ModelDescription:
         for param in self.params:
             if max(param.size, *param.shape, 0) > _MOST_ELEMENTS:
                 raise ConfigError(
-                    f"{param.name[:120]}: no parameter has more than {_MOST_ELEMENTS:,} elements. Write the sizes of its dims."
+                    f"{param.name[:120]}: no parameter has more than {_MOST_ELEMENTS:,} elements. Write the sizes of "
+                    "its dims."
                 )
 
     @property
@@ -110,8 +115,8 @@ class ModelDescription:
     def from_json(cls, content: Any) -> ModelDescription:
         if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
             raise ConfigError(
-                f"it is no description of a model: it must be a JSON object with format {FORMAT!r} and version {VERSION}. "
-                "Write one with meshmuon plan --hf-config config.json --save-model FILE."
+                f"it is no description of a model: it must be a JSON object with format {FORMAT!r} and version "
+                f"{VERSION}. Write one with meshmuon plan --hf-config config.json --save-model FILE."
             )
         texts = {key: str(content.get(key, "")) for key in _TEXTS}
         rows = content.get("params")
@@ -151,7 +156,9 @@ def _read_row(row: Any) -> tuple[ModelParam, tuple[int, ...]]:
     if tp not in TP_STYLES:
         raise ConfigError(f"{name}: tp={tp!r} is unknown; write one of {TP_STYLES}.")
     layers = row.get("layers", ())
-    numbers: Sequence[int] = range(layers["first"], layers["last"] + 1) if isinstance(layers, Mapping) else tuple(layers)
+    numbers: Sequence[int] = (
+        range(layers["first"], layers["last"] + 1) if isinstance(layers, Mapping) else tuple(layers)
+    )
     if any(not isinstance(layer, int) or not 0 <= layer < _MOST_LAYERS for layer in (*numbers[:1], *numbers[-1:])):
         raise ConfigError(f"{name[:120]}: layers are numbered from 0, and there are {_MOST_LAYERS:,} at most.")
     if bool(numbers) != (name.count("*") == 1):

@@ -40,7 +40,8 @@ def read_preset(flag: str, name: str, kind: str, from_json: Callable[[Any], _Par
     known = preset_names(kind)
     if name.lower() not in known and not name.endswith(".json"):
         raise ConfigError(
-            f"{flag} {name} is unknown.{did_you_mean(name, known)} Write one of {', '.join(known)}, or the path of a .json file."
+            f"{flag} {name} is unknown.{did_you_mean(name, known)} Write one of {', '.join(known)}, or the path of a "
+            ".json file."
         )
     path = _PRESETS[kind] / f"{name.lower()}.json" if name.lower() in known else Path(name)
     return read_file(str(path), path, lambda text: from_json(json.loads(text)), f"is not a description of a {kind}")

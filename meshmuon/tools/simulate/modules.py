@@ -22,8 +22,8 @@ from .inputs import read_file
 
 # transformers' names of ways to cut a weight that begin with one of ours; every other way leaves the weight whole.
 _OF_TRANSFORMERS = re.compile(r"(?:local_)?((?:packed_)?colwise|rowwise)(?:_\w+)?")
-# As torchtitan cuts them. transformers' own plan of the DeepSeek architecture leaves attention whole on every rank, and that of
-# gpt-oss is for inference.
+# As torchtitan cuts them. transformers' own plan of the DeepSeek architecture leaves attention whole on every rank, and
+# that of gpt-oss is for inference.
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _EXPERTS = {"experts.gate_up_proj": "colwise", "experts.gate_up_proj_bias": "colwise", "experts.down_proj": "rowwise"}
 _AS_TORCHTITAN: dict[str, dict[str, str]] = {
@@ -42,8 +42,8 @@ def describe_module(
     Args:
         model: the model; on the meta device it takes no memory.
         name: what reports call it.
-        tp_plan: how tensor parallelism cuts it, in transformers' words, by the end of the name of a module or parameter, with *
-            for numbers; None if it has no such plan.
+        tp_plan: how tensor parallelism cuts it, in transformers' words, by the end of the name of a module or
+            parameter, with * for numbers; None if it has no such plan.
         experts_per_token: number of experts that a token uses.
     """
     muon: set[str] = set()
@@ -71,14 +71,18 @@ def describe_module(
 
 
 def import_function(option: str, target: str) -> Callable[..., Any]:
-    """What ``package.module:function`` names, also in the working directory; ``option`` is what the user wrote it for."""
+    """What ``package.module:function`` names, also in the working directory; ``option`` is what the user wrote it
+    for.
+    """
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"{option} {target!r} must name a module and a function in it: package.module:function.")
     paths = list(sys.path)
     sys.path.insert(0, "")  # the working directory, as python -m has it
     try:
-        with _in_words(f"{option} {target}: {module_name} cannot be imported", "Mend it, or set PYTHONPATH if it is elsewhere."):
+        with _in_words(
+            f"{option} {target}: {module_name} cannot be imported", "Mend it, or set PYTHONPATH if it is elsewhere."
+        ):
             function = getattr(importlib.import_module(module_name), function_name, None)
     finally:
         sys.path[:] = paths
@@ -101,7 +105,9 @@ def build_module(target: str) -> ModelDescription:
 
 @contextmanager
 def _in_words(what: str, advice: str) -> Iterator[None]:
-    """Whatever code that is not ours raises becomes a sentence, SystemExit as well: it would end the command in silence."""
+    """Whatever code that is not ours raises becomes a sentence, SystemExit as well: it would end the command in
+    silence.
+    """
     try:
         yield
     except (ConfigError, KeyboardInterrupt):
@@ -121,15 +127,17 @@ def build_from_hf_config(path: Path) -> ModelDescription:
         raise ConfigError(f"--hf-config needs transformers ({error}): pip install 'meshmuon[hf]'.") from None
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f"--hf-config {path}: model_type is {str(kind)[:120]!r}, which the installed transformers does not know. Upgrade it, "
-            "or build the model yourself with --module package.module:function."
+            f"--hf-config {path}: model_type is {str(kind)[:120]!r}, which the installed transformers does not know. "
+            "Upgrade it, or build the model yourself with --module package.module:function."
         )
     _check_layers(path, content)
     name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # the sentence below says what matters
     try:
-        with _in_words(f"--hf-config {path}: transformers cannot build a {kind} model from it", "Correct the value, or the key."):
+        with _in_words(
+            f"--hf-config {path}: transformers cannot build a {kind} model from it", "Correct the value, or the key."
+        ):
             return describe_hf(transformers.CONFIG_MAPPING[kind].from_dict(content), name)
     finally:
         transformers.logging.set_verbosity(verbosity)
@@ -149,7 +157,12 @@ def describe_hf(config: Any, name: str) -> ModelDescription:
         model = _auto_model(config)
     text = config.get_text_config()
     per_token = next(
-        (int(getattr(text, key)) for key in ("num_experts_per_tok", "num_experts_per_token") if getattr(text, key, None)), 0
+        (
+            int(getattr(text, key))
+            for key in ("num_experts_per_tok", "num_experts_per_token")
+            if getattr(text, key, None)
+        ),
+        0,
     )
     return describe_module(model, name, tp_plan=_tp_plan_of(model), experts_per_token=per_token)
 
@@ -170,7 +183,9 @@ def _auto_model(config: Any) -> nn.Module:
 def _tp_plan_of(model: nn.Module) -> dict[str, str] | None:
     """How transformers, and where it says too little torchtitan, cut the model's weights; None if neither does."""
     config = getattr(model, "config", None)
-    plan = dict(getattr(config, "base_model_tp_plan", None) or {}) | _AS_TORCHTITAN.get(getattr(config, "model_type", ""), {})
+    plan = dict(getattr(config, "base_model_tp_plan", None) or {}) | _AS_TORCHTITAN.get(
+        getattr(config, "model_type", ""), {}
+    )
     return {**plan, **_TABLES} if plan else None
 
 

@@ -1,4 +1,6 @@
-"""A report as text, in tables of rich on a terminal and plain columns elsewhere; and as a page that needs no network."""
+"""A report as text, in tables of rich on a terminal and plain columns elsewhere; and as a page that needs no
+network.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ def print_report(report: Figures, stream: TextIO | None = None) -> None:
         return
     for number, section in enumerate(sections):
         underlined = [*([""] if number else []), section.title, "=" * len(section.title)]
-        print(*underlined, *section.lines, *([table(section.head, section.rows)] if section.head else []), sep="\n", file=output)
+        print(
+            *underlined,
+            *section.lines,
+            *([table(section.head, section.rows)] if section.head else []),
+            sep="\n",
+            file=output,
+        )
 
 
 def _print_rich(sections: Sequence[TextSection], stream: TextIO) -> None:
@@ -102,22 +110,30 @@ def _summary(report: Figures) -> TextSection:
         (
             "training step",
             f"{seconds_text(step.training_seconds)} for {count_text(step.tokens_per_step)} tokens, "
-            f"{count_text(step.tokens_per_rank)} a rank, at {step.mfu:.0%} of the peak: the optimizer is {step.share:.1%} of it",
+            f"{count_text(step.tokens_per_rank)} a rank, at {step.mfu:.0%} of the peak: the optimizer is "
+            f"{step.share:.1%} of it",
         ),
         (
             "balance",
-            f"rank {balance.heaviest_rank} has {balance.heaviest_over_mean:.3f} of the mean, {balance.heaviest_over_bound:.3f} "
-            f"of what any plan must take; its largest matrix is {balance.matrix} "
+            f"rank {balance.heaviest_rank} has {balance.heaviest_over_mean:.3f} of the mean, "
+            f"{balance.heaviest_over_bound:.3f} of what any plan must take; its largest matrix is {balance.matrix} "
             f"({balance.matrix_shape[0]}×{balance.matrix_shape[1]}, {balance.matrix_share:.0%})",
         ),
-        ("plan", ", ".join(stage.digest[:12] for stage in report.stages[:4]) + (" …" if len(report.stages) > 4 else "")),
+        (
+            "plan",
+            ", ".join(stage.digest[:12] for stage in report.stages[:4]) + (" …" if len(report.stages) > 4 else ""),
+        ),
     )
     width = max(len(name) for name, _ in rows)
-    return TextSection(f"{model.name} on {mesh.text}", lines=tuple(f"{name:<{width}}  {figures}" for name, figures in rows))
+    return TextSection(
+        f"{model.name} on {mesh.text}", lines=tuple(f"{name:<{width}}  {figures}" for name, figures in rows)
+    )
 
 
 def _parts(step: Figures) -> Iterator[tuple[str, str]]:
-    """What the time of the slowest rank goes into. The times that come first add up to the step; empty where there is none."""
+    """What the time of the slowest rank goes into. The times that come first add up to the step; empty where there
+    is none.
+    """
 
     def text(seconds: float, more: str = "") -> str:
         return seconds_text(seconds) + more if seconds else ""
@@ -208,7 +224,9 @@ def _ranks(ranks: Figures) -> TextSection:
         figures = (_written(key, figure) for figure in (min(values), sum(values) / len(values), most))
         total = "-" if key.endswith("seconds") or key == "peers" else _written(key, sum(values))
         rows.append((heading, *figures, str(ranks.rank[values.index(most)]), total))
-    return TextSection(counted(len(ranks.rank), "rank"), ("per step", "least", "mean", "most", "rank", "in total"), tuple(rows))
+    return TextSection(
+        counted(len(ranks.rank), "rank"), ("per step", "least", "mean", "most", "rank", "in total"), tuple(rows)
+    )
 
 
 def _exchanges(report: Figures) -> TextSection:

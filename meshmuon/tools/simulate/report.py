@@ -1,6 +1,8 @@
-"""What ``meshmuon plan`` reports: one nested structure of plain data, which ``--json`` writes and the text and the page read.
+"""What ``meshmuon plan`` reports: one nested structure of plain data, which ``--json`` writes and the text and the page
+read.
 
-Tables are lists of rows; ``ranks`` has a column for each figure, with an entry per rank. docs/plan.md describes the keys.
+Tables are lists of rows; ``ranks`` has a column for each figure, with an entry per rank. docs/plan.md describes the
+keys.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from .sharding import MeshAxes
 from .simulation import MEMORY_KINDS, SimulatedStage, Simulation
 
 FORMAT, VERSION = "meshmuon plan report", 1
-_OF_ADAMW = {"parameters": 1, "gradients": 1, "adamw_state": 2, "total": 4}  # tensors like the weight that AdamW has, of four
+# tensors like the weight that AdamW has, of four
+_OF_ADAMW = {"parameters": 1, "gradients": 1, "adamw_state": 2, "total": 4}
 _ESTIMATED = ("scratch", "connections")
 _MOST_BLOCKS = 64  # of the map of traffic
 
@@ -47,7 +50,9 @@ def build_report(simulation: Simulation, command: str, advice: Sequence[str]) ->
         command=command,
         model=_model(simulation),
         mesh=_mesh(simulation),
-        machine=Figures((key, getattr(simulation.machine, key)) for key in ("name", "title", "source", "device", "memory_bytes")),
+        machine=Figures(
+            (key, getattr(simulation.machine, key)) for key in ("name", "title", "source", "device", "memory_bytes")
+        ),
         options=_options(simulation),
         stages=[_stage(number, stage) for number, stage in enumerate(stages)],
         step=_step(simulation),
@@ -74,7 +79,8 @@ def choice_of(simulation: Simulation, label: str, *, chosen: bool) -> Figures:
         seconds=simulation.seconds,
         heaviest_over_mean=max(_over_mean(plan) for plan in plans),
         bytes_sent=max(max(plan.bytes_sent.values()) for plan in plans),  # of the rank that sends most
-        bytes_between=max(max(plan.bytes_between.values()) for plan in plans),  # between nodes, of the rank that sends most there
+        # between nodes, of the rank that sends most there
+        bytes_between=max(max(plan.bytes_between.values()) for plan in plans),
         most_peers=simulation.most_peers,
         buffers=simulation.most_bytes("exchange_buffers"),
         memory=simulation.most_bytes("total"),
@@ -131,7 +137,9 @@ def _mesh(simulation: Simulation) -> Figures:
 def _options(simulation: Simulation) -> Figures:
     options = simulation.options
     stage = next((stage for stage in simulation.stages if stage.plan.params), simulation.stages[0])
-    wires = sorted({str(param.lane[1]).removeprefix("torch.") for param in stage.plan.params if isinstance(param.lane, tuple)})
+    wires = sorted(
+        {str(param.lane[1]).removeprefix("torch.") for param in stage.plan.params if isinstance(param.lane, tuple)}
+    )
     return Figures(
         replicas=options.replicas,
         comm_dtype=", ".join(wires),
@@ -157,7 +165,9 @@ def _stage(number: int, stage: SimulatedStage) -> Figures:
 
 
 def _step(simulation: Simulation) -> Figures:
-    """Seconds of an optimizer step, on its slowest rank. The parts from "orthogonalise" to "host" add up to "seconds"."""
+    """Seconds of an optimizer step, on its slowest rank. The parts from "orthogonalise" to "host" add up to
+    "seconds".
+    """
     timeline, parts = simulation.slowest.timeline, defaultdict(float, simulation.slowest.timeline.seconds_by_kind)
     tokens = simulation.workload.tokens_per_step
     return Figures(
@@ -171,12 +181,15 @@ def _step(simulation: Simulation) -> Figures:
         others_waited_for=parts["others"],  # waiting for ranks that come late to an exchange
         adamw=parts["adamw"],
         host=parts["host"],  # that the device waits for the host
-        adamw_alone=max(stage.adamw_alone_seconds for stage in simulation.stages),  # AdamW on all parameters, for comparison
+        # AdamW on all parameters, for comparison
+        adamw_alone=max(stage.adamw_alone_seconds for stage in simulation.stages),
         exchange=timeline.exchanging,  # in which the links of the slowest stage are busy
         exchange_hidden=timeline.hidden,  # of these, while the slowest rank works on something else
         launches=max(timeline.work.launches, default=0),  # kernels, on the rank that has most of them; 0 on CPU
-        host_ahead=max(timeline.work.host_ahead, default=0.0),  # in which the host of a GPU prepares the step, beside the device
-        seconds_to_compile=simulation.machine.seconds_to_compile,  # in the first step, beside "seconds"; null if unknown
+        # in which the host of a GPU prepares the step, beside the device
+        host_ahead=max(timeline.work.host_ahead, default=0.0),
+        # in the first step, beside "seconds"; null if unknown
+        seconds_to_compile=simulation.machine.seconds_to_compile,
         flops=sum(sum(stage.plan.flops.values()) for stage in simulation.stages),
         tokens_per_step=tokens,
         tokens_per_rank=tokens / simulation.sharding.ranks,
@@ -258,7 +271,8 @@ def _ranks(simulation: Simulation) -> Figures:
         columns["orthogonalise_seconds"] += stage.orthogonalise_seconds
         columns["waited_seconds"] += stage.timeline.waited
         exchanges = [exchange for wave in plan.traffic for exchange in (wave.gather, wave.scatter)]
-        for name in ("sent_inside", "sent_between", "received_inside", "received_between"):  # bytes, inside and between nodes
+        # bytes, inside and between nodes
+        for name in ("sent_inside", "sent_between", "received_inside", "received_between"):
             nothing = [0] * len(plan.ranks)
             columns[name] += map(sum, zip(nothing, *(getattr(exchange, name) for exchange in exchanges), strict=True))
         columns["peers"] += peers_of_step(plan)  # ranks with which it exchanges anything
@@ -302,7 +316,11 @@ def _muon_params(plan: Plan) -> Iterator[Figures]:
 
 def _adamw_params(stage: SimulatedStage) -> list[Figures]:
     placed = zip(stage.planned.placed, stage.planned.layouts, strict=True)
-    rows = ((with_stars(item.param.name), item.param.shape, str(layout)) for item, layout in placed if not item.param.use_muon)
+    rows = (
+        (with_stars(item.param.name), item.param.shape, str(layout))
+        for item, layout in placed
+        if not item.param.use_muon
+    )
     nothing = {"matrices": 0, "matrix_shape": None, "how": "", "flops": 0.0, "owners": 0, "bytes_sent": 0}
     return [
         Figures(name=name, part=None, shape=shape, count=count, optimizer="adamw", layout=layout, **nothing)
@@ -344,12 +362,15 @@ def bytes_between_blocks(plan: Plan) -> Figures:
         """(blocks,): bytes that one replica of a matrix sends, or that all receive."""
         nbytes, holdings = plan.wave_owners.kinds.nbytes[number], plan.wave_owners.matrices[number].holdings
         held = [
-            (position[rank], nbytes[piece][replica is None]) for rank, (piece, of) in holdings.items() if replica in (None, of)
+            (position[rank], nbytes[piece][replica is None])
+            for rank, (piece, of) in holdings.items()
+            if replica in (None, of)
         ]
         positions, sizes = map(torch.tensor, zip(*held, strict=True))
         return torch.zeros(count, dtype=torch.int64).index_add_(0, positions // block_ranks, sizes)
 
-    counts: dict[tuple[int, int], int] = defaultdict(int)  # (number of the matrix, owner) → how many of them, in all waves
+    # (number of the matrix, owner) → how many of them, in all waves
+    counts: dict[tuple[int, int], int] = defaultdict(int)
     for wave in plan.wave_owners.owned:
         for number, of_owners in wave.items():
             for owner, count_of_owner in of_owners.items():

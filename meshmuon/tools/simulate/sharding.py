@@ -1,8 +1,8 @@
 """How each parameter lies on the ranks: over the usual axes of a mesh, as torchtitan shards it, or as a file says.
 
-From the outermost axis to the innermost: pp, dp_replicate, dp_shard, cp, tp. FSDP cuts over dp_shard and cp together. Experts
-see the same ranks as dp_replicate, efsdp, ep: expert parallelism borrows its ranks from dp_shard × cp × tp, and FSDP cuts experts
-over the rest of these.
+From the outermost axis to the innermost: pp, dp_replicate, dp_shard, cp, tp. FSDP cuts over dp_shard and cp together.
+Experts see the same ranks as dp_replicate, efsdp, ep: expert parallelism borrows its ranks from dp_shard × cp × tp, and
+FSDP cuts experts over the rest of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 _MOST_RANKS = 2**20  # a plan keeps numbers for each of them
 _MOST_RANK_NUMBERS = 2**31
 _EXAMPLE = 'such as --mesh "dp_replicate=2,dp_shard=32,tp=8"'
-_EXAMPLE_FILE = '{"meshes": {"main": {"shape": [2, 4]}}, "params": {"*": {"mesh": "main", "placements": ["R", "S(0)"]}}}'
+_EXAMPLE_FILE = (
+    '{"meshes": {"main": {"shape": [2, 4]}}, "params": {"*": {"mesh": "main", "placements": ["R", "S(0)"]}}}'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,8 @@ class Sharding(Protocol):
 class MeshAxes:
     """Sizes of the axes. ``ep`` does not multiply the ranks.
 
-    Tensor parallelism cuts by the model's plan, expert parallelism along the experts, then FSDP2 as torchtitan applies it: along
-    the first dim, or along the rows of experts where there are more shards than experts.
+    Tensor parallelism cuts by the model's plan, expert parallelism along the experts, then FSDP2 as torchtitan applies
+    it: along the first dim, or along the rows of experts where there are more shards than experts.
     """
 
     pp: int = 1
@@ -65,21 +67,24 @@ class MeshAxes:
 
     @classmethod
     def parse(cls, text: str, ranks: int | None = None) -> MeshAxes:
-        """The axes in ``text``, such as ``"dp_shard=64,tp=8"``. ``dp_shard=-1`` takes the ranks that the others leave."""
+        """The axes in ``text``, such as ``"dp_shard=64,tp=8"``. ``dp_shard=-1`` takes the ranks that the others
+        leave.
+        """
         sizes: dict[str, int] = {}
         for item in filter(None, re.split(r"[,\s]+", text.strip())):
             name, _, value = item.partition("=")
             if name not in AXES:
                 raise ConfigError(
-                    f"mesh {text!r}: the axis {name!r} is unknown.{did_you_mean(name, AXES)} Write some of {', '.join(AXES)}, "
-                    f"{_EXAMPLE}."
+                    f"mesh {text!r}: the axis {name!r} is unknown.{did_you_mean(name, AXES)} Write some of "
+                    f"{', '.join(AXES)}, {_EXAMPLE}."
                 )
             if name in sizes:
                 raise ConfigError(f"mesh {text!r}: the axis {name} is there twice. Write it once.")
             number = int(value) if re.fullmatch(r"-?\d{1,18}", value) else 0
             if number < 1 and not (name == "dp_shard" and number == -1):
                 raise ConfigError(
-                    f"mesh {text!r}: {name}={value} must be a whole number of at least 1 and at most {_MOST_RANKS}, {_EXAMPLE}."
+                    f"mesh {text!r}: {name}={value} must be a whole number of at least 1 and at most {_MOST_RANKS}, "
+                    f"{_EXAMPLE}."
                 )
             sizes[name] = number
         if not sizes:
@@ -97,18 +102,21 @@ class MeshAxes:
 
     def _check(self, text: str, ranks: int | None) -> None:
         if self.ranks > _MOST_RANKS:
-            raise ConfigError(f"mesh {text!r}: its axes multiply to {self.ranks} ranks. A plan has at most {_MOST_RANKS}.")
+            raise ConfigError(
+                f"mesh {text!r}: its axes multiply to {self.ranks} ranks. A plan has at most {_MOST_RANKS}."
+            )
         if ranks is not None and self.ranks != ranks:
             others = self.ranks // self.dp_shard
             fix = f"write dp_shard={ranks // others}" if ranks % others == 0 else "choose axes that multiply to it"
             raise ConfigError(
-                f"mesh {text!r}: its axes multiply to {self.ranks} ranks, but --nodes gives {ranks}: {fix}, or change --nodes."
+                f"mesh {text!r}: its axes multiply to {self.ranks} ranks, but --nodes gives {ranks}: {fix}, or change "
+                "--nodes."
             )
         borrowed = self.fsdp * self.tp
         if borrowed % self.ep:
             raise ConfigError(
-                f"mesh {text!r}: ep={self.ep} takes its ranks from dp_shard × cp × tp = {borrowed}, which it does not divide. "
-                f"Write ep={nearest(divisors(borrowed), self.ep)}."
+                f"mesh {text!r}: ep={self.ep} takes its ranks from dp_shard × cp × tp = {borrowed}, which it does not "
+                f"divide. Write ep={nearest(divisors(borrowed), self.ep)}."
             )
 
     def __str__(self) -> str:
@@ -130,7 +138,9 @@ class MeshAxes:
         return self.fsdp * self.tp // self.ep
 
     def meshes(self, stage: int) -> tuple[Mesh, Mesh]:
-        """The mesh of a stage for what is no expert, with FSDP's axis always; and that of experts under expert parallelism."""
+        """The mesh of a stage for what is no expert, with FSDP's axis always; and that of experts under expert
+        parallelism.
+        """
         count = self.ranks // self.pp
         ranks = tuple(range(stage * count, (stage + 1) * count))
         replicas = (self.dp_replicate,) if self.dp_replicate > 1 else ()
@@ -155,11 +165,13 @@ class MeshAxes:
             )
         if self.tp > 1 and not model.has_tp_plan:
             raise ConfigError(
-                f"mesh {self}: there is no tensor-parallel plan for {model.name}. Leave out tp, or describe the layout with "
-                "--layout FILE."
+                f"mesh {self}: there is no tensor-parallel plan for {model.name}. Leave out tp, or describe the "
+                "layout with --layout FILE."
             )
         if self.pp > max(1, model.layers):
-            raise ConfigError(f"mesh {self}: {model.name} has {model.layers} layers. Write pp={max(1, model.layers)} or less.")
+            raise ConfigError(
+                f"mesh {self}: {model.name} has {model.layers} layers. Write pp={max(1, model.layers)} or less."
+            )
 
     def _placed(self, param: ModelParam, dense: Mesh, sparse: Mesh, experts: int) -> PlacedParam:
         replicas: tuple[Placement, ...] = (Replicated(),) if self.dp_replicate > 1 else ()
@@ -171,9 +183,9 @@ class MeshAxes:
         inner = tp_placement(param, self.tp) if self.tp > 1 else None
         if isinstance(inner, Sharded) and inner.split_factor > 1 and inner.dim == dim:
             raise ConfigError(
-                f"mesh {self}: tensor parallelism cuts both halves of the fused {param.name} {param.shape}, and FSDP would cut "
-                f"the same dim {dim} again, which no placement describes. Use ep={self.tp} instead of tp for the experts, or "
-                f"fewer shards than the {experts} experts."
+                f"mesh {self}: tensor parallelism cuts both halves of the fused {param.name} {param.shape}, and FSDP "
+                f"would cut the same dim {dim} again, which no placement describes. Use ep={self.tp} instead of tp "
+                f"for the experts, or fewer shards than the {experts} experts."
             )
         cut = self.tp if isinstance(inner, Sharded) and inner.dim == dim else 1
         self._check_fsdp(param, dim, param.shape[dim] // cut if param.shape else 0, self.fsdp)
@@ -184,9 +196,9 @@ class MeshAxes:
             raise ConfigError(f"{param.name} has no dims, and FSDP2 refuses scalars. Give it the shape (1,).")
         if dim > 0 and size % shards:
             raise ConfigError(
-                f"mesh {self}: FSDP2 cuts {param.name} {param.shape} along dim {dim}, because there are more shards than "
-                f"experts, and refuses {size} rows over {shards} shards, which do not divide. Choose ep, dp_shard and cp so that "
-                f"experts are cut over {nearest(divisors(size), shards)} ranks."
+                f"mesh {self}: FSDP2 cuts {param.name} {param.shape} along dim {dim}, because there are more shards "
+                f"than experts, and refuses {size} rows over {shards} shards, which do not divide. Choose ep, "
+                f"dp_shard and cp so that experts are cut over {nearest(divisors(size), shards)} ranks."
             )
 
 
@@ -203,14 +215,16 @@ def tp_placement(param: ModelParam, tp: int) -> Placement:
     if param.shape[dim] % (tp * parts):
         fitting = divisors(param.shape[dim] // parts)
         raise ConfigError(
-            f"{param.name} {param.shape} is cut {param.tp} along dim {dim}, whose size does not divide by tp={tp}. Write tp="
-            f"{nearest(fitting, tp)}."
+            f"{param.name} {param.shape} is cut {param.tp} along dim {dim}, whose size does not divide by tp={tp}. "
+            f"Write tp={nearest(fitting, tp)}."
         )
     return Sharded(dim, parts)
 
 
 def split_into_stages(model: ModelDescription, stages: int) -> list[list[ModelParam]]:
-    """Consecutive layers for each pipeline stage. What is before the layers counts as one layer, and so does what is after."""
+    """Consecutive layers for each pipeline stage. What is before the layers counts as one layer, and so does what
+    is after.
+    """
     if stages == 1:
         return [list(model.params)]
     inside = [k for k, param in enumerate(model.params) if param.layer is not None]
@@ -225,7 +239,8 @@ def split_into_stages(model: ModelDescription, stages: int) -> list[list[ModelPa
 
 @dataclass(frozen=True)
 class FileSharding:
-    """Any layout, from a JSON file with ``meshes`` by name and ``params``: patterns of names, each with a mesh and placements.
+    """Any layout, from a JSON file with ``meshes`` by name and ``params``: patterns of names, each with a mesh and
+    placements.
 
     Placements are ``"R"``, ``"S(dim)"`` and ``"S(dim, stride k)"``. The first pattern that matches a name counts.
     """
@@ -250,8 +265,8 @@ class FileSharding:
             pattern, mesh, placements = rule
             if any(isinstance(place, Sharded) and place.dim >= len(param.shape) for place in placements):
                 raise ConfigError(
-                    f"--layout {self.path}: {pattern} shards a dim that {param.name} {param.shape} does not have. Write a "
-                    "separate pattern for it before this one."
+                    f"--layout {self.path}: {pattern} shards a dim that {param.name} {param.shape} does not have. "
+                    "Write a separate pattern for it before this one."
                 )
             placed.append(PlacedParam(param, self.meshes[mesh], placements))
         yield placed
@@ -281,7 +296,9 @@ def _read_mesh(row: Mapping[str, Any]) -> Mesh:
     return Mesh(shape, ranks)
 
 
-def _read_rule(pattern: str, row: Mapping[str, Any], meshes: Mapping[str, Mesh]) -> tuple[str, str, tuple[Placement, ...]]:
+def _read_rule(
+    pattern: str, row: Mapping[str, Any], meshes: Mapping[str, Mesh]
+) -> tuple[str, str, tuple[Placement, ...]]:
     mesh = row["mesh"]
     if mesh not in meshes:
         raise ConfigError(
@@ -290,7 +307,8 @@ def _read_rule(pattern: str, row: Mapping[str, Any], meshes: Mapping[str, Mesh])
     placements = tuple(map(_read_placement, row["placements"]))
     if len(placements) != len(meshes[mesh].shape):
         raise ConfigError(
-            f"{pattern}: {len(placements)} placements for the mesh {mesh} of {len(meshes[mesh].shape)} axes. Write one per axis."
+            f"{pattern}: {len(placements)} placements for the mesh {mesh} of {len(meshes[mesh].shape)} axes. Write "
+            "one per axis."
         )
     return pattern, mesh, placements
 

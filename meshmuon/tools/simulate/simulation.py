@@ -70,7 +70,9 @@ class MuonOptions:
     def batch_budget(self, machine: Machine) -> int:
         """Bytes of scratch of a batch: as ``ExecutorSettings`` has it in a job on the machine."""
         on_device = machine.device != "cpu"
-        return self.memory_budget or memory_budget_for(machine.memory_bytes if on_device else None) * (2 if on_device else 1)
+        return self.memory_budget or memory_budget_for(machine.memory_bytes if on_device else None) * (
+            2 if on_device else 1
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ class StagePlan:
         return self.plan.params[0].compute_dtype if self.plan.params else ""
 
 
-def plan_cluster(model: ModelDescription, sharding: Sharding, options: MuonOptions, machine: Machine) -> list[StagePlan]:
+def plan_cluster(
+    model: ModelDescription, sharding: Sharding, options: MuonOptions, machine: Machine
+) -> list[StagePlan]:
     """The plan of every stage."""
     return [_plan_stage(placed, options, machine) for placed in sharding.stages(model)]
 
@@ -104,7 +108,9 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, machine: Ma
     device = torch.device(machine.device)
     matrices = {item.param.name: item.param.matrices for item in placed if item.param.matrices is not None}
     entries = check_matrices({name: entry.fields() for name, entry in matrices.items()})
-    muon = GroupRecipe(scheme=resolve_scheme(options.scheme, options.ns_steps), matrix_options=MatrixOptions(matrices=entries))
+    muon = GroupRecipe(
+        scheme=resolve_scheme(options.scheme, options.ns_steps), matrix_options=MatrixOptions(matrices=entries)
+    )
     # As in an optimizer with the default param groups: Muon's parameters first, then AdamW's.
     ordered = sorted(placed, key=lambda item: not item.param.use_muon)
     rank = min(rank for mesh in {item.mesh for item in placed} for rank in mesh.ranks)
@@ -235,7 +241,9 @@ class Simulation:
         cls, model: ModelDescription, sharding: Sharding, machine: Machine, options: MuonOptions, workload: Workload
     ) -> Simulation:
         """Plans every stage, unless a job has planned, and times them."""
-        planned = [sharding.stage] if isinstance(sharding, JobSharding) else plan_cluster(model, sharding, options, machine)
+        planned = (
+            [sharding.stage] if isinstance(sharding, JobSharding) else plan_cluster(model, sharding, options, machine)
+        )
         stages = tuple(SimulatedStage.of(stage, machine, options) for stage in planned)
         return cls(model, sharding, machine, options, workload, stages)
 
@@ -300,7 +308,9 @@ def _local_sizes(stage: StagePlan, *, muon: bool) -> Tensor:
     total = torch.zeros(len(position), dtype=torch.int64)
     chosen = zip(stage.placed, stage.layouts, strict=True)
     for layout, times in Counter(layout for item, layout in chosen if item.param.use_muon == muon).items():
-        total.index_add_(0, torch.tensor([position[rank] for rank in layout.mesh.ranks]), _held_elements(layout) * times)
+        total.index_add_(
+            0, torch.tensor([position[rank] for rank in layout.mesh.ranks]), _held_elements(layout) * times
+        )
     return total
 
 

@@ -1,4 +1,6 @@
-"""Compiles the list kernels for GPUs that are not here; prints a line of JSON per kernel. Run without TRITON_INTERPRET."""
+"""Compiles the list kernels for GPUs that are not here; prints a line of JSON per kernel. Run without
+TRITON_INTERPRET.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, obje
         elif argument.endswith("_in_memory"):
             constants[argument] = not dense
     constants |= differing
-    types = {argument: "*fp32" if constants.get(f"{argument}_in_memory") else "fp32" for argument in kernel.arg_names} | TYPES
+    types = {
+        argument: "*fp32" if constants.get(f"{argument}_in_memory") else "fp32" for argument in kernel.arg_names
+    } | TYPES
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})

@@ -1,4 +1,6 @@
-"""Properties of the list kernels in Triton's interpreter. Run by ``test_list_kernels``, in a process with TRITON_INTERPRET=1."""
+"""Properties of the list kernels in Triton's interpreter. Run by ``test_list_kernels``, in a process with
+TRITON_INTERPRET=1.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Lists:
             at = torch.randint(0, max(base.numel(), 1), (min(len(SPECIAL), base.numel()),), generator=self._generator)
             base.view(-1)[at] = torch.tensor(SPECIAL[: len(at)])
         base = base.to(dtype)
-        view = base[tuple(slice(0, shape[dim]) for dim in order)].permute([order.index(dim) for dim in range(len(shape))])
+        view = base[tuple(slice(0, shape[dim]) for dim in order)].permute(
+            [order.index(dim) for dim in range(len(shape))]
+        )
         assert list(view.shape) == list(shape)
         self._memory.append((view, base, base.clone()))
         return view
@@ -112,7 +116,9 @@ def test_momentum_and_look_ahead_have_the_bits_of_the_twin(
 
 
 class InInt8:
-    """Lists of numbers in int8 whose quanta and scales begin at any byte, with the rest of the memory that they are views of."""
+    """Lists of numbers in int8 whose quanta and scales begin at any byte, with the rest of the memory that they are
+    views of.
+    """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], firsts: Sequence[int], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -133,7 +139,9 @@ class InInt8:
 def in_blocks(data: st.DataObject) -> tuple[list[tuple[int, ...]], list[int], int]:
     """Shapes that have short blocks, of one element too, and columns that begin inside of a block."""
     shapes = data.draw(
-        st.lists(st.sampled_from([(3, 1), (2, 5, 40), (4, 128), (3, 129), (2, 2, 300), (1, 1100)]), min_size=1, max_size=3)
+        st.lists(
+            st.sampled_from([(3, 1), (2, 5, 40), (4, 128), (3, 129), (2, 2, 300), (1, 1100)]), min_size=1, max_size=3
+        )
     )
     return shapes, [data.draw(st.sampled_from([0, 0, 100])) for _ in shapes], data.draw(st.integers(0, 99))
 
@@ -158,8 +166,14 @@ def test_copies_into_int8_and_out_of_it_have_the_bits_of_the_twin(data: st.DataO
     shapes, firsts, seed = in_blocks(data)
     ends = [(first + shape[-1]) % 128 for shape, first in zip(shapes, firsts, strict=True)]
     behind = [data.draw(st.sampled_from([0, 27])) if 0 < end <= 101 else 0 for end in ends]
-    covered = [(*shape[:-1], first + shape[-1] + rest) for shape, first, rest in zip(shapes, firsts, behind, strict=True)]
-    sources, kernels, twins = numbers_of(covered, dtype, seed), InInt8(shapes, firsts, seed), InInt8(shapes, firsts, seed)
+    covered = [
+        (*shape[:-1], first + shape[-1] + rest) for shape, first, rest in zip(shapes, firsts, behind, strict=True)
+    ]
+    sources, kernels, twins = (
+        numbers_of(covered, dtype, seed),
+        InInt8(shapes, firsts, seed),
+        InInt8(shapes, firsts, seed),
+    )
     ListKernels().copy(kernels.blocks, sources)
     elementwise.Elementwise().copy(twins.blocks, sources)
     assert same_bytes(kernels, twins)
@@ -267,7 +281,9 @@ def test_momentum_in_int8_or_sent_in_int8_has_the_bits_of_the_twin(
     retain: float | Tensor,
     momentum: float | None,
 ) -> None:
-    """Blocks of 128 and shorter ones; zeros, what is not finite, and blocks that do not change in a step that may be skipped."""
+    """Blocks of 128 and shorter ones; zeros, what is not finite, and blocks that do not change in a step that may
+    be skipped.
+    """
     shapes, _, seed = in_blocks(data)
     grads = numbers_of(shapes, dtype, seed)
     if isinstance(retain, Tensor) and data.draw(st.booleans()):
@@ -399,7 +415,9 @@ def test_filters_are_stepped_with_updates_in_int8(
     dtype: torch.dtype, layout: torch.memory_format, guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their columns are several dims, which only some views join, and random bits are for none of them joined."""
-    monkeypatch.setattr(fused_elementwise, "_is_fused", lambda numbers: numbers.dtype in FLOATS or numbers.dtype == torch.int8)
+    monkeypatch.setattr(
+        fused_elementwise, "_is_fused", lambda numbers: numbers.dtype in FLOATS or numbers.dtype == torch.int8
+    )
     updates, shape = InInt8([(2, 150)], [100], 0), (2, 10, 3, 5)
     updates.blocks[0].scales[0, :2] = torch.tensor([0x7FC0], dtype=torch.int16).view(torch.int8)  # NaN
     params, expected = ([torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)] for _ in range(2))

@@ -1,4 +1,5 @@
-"""The Triton kernels over lists of tensors: their bits in the interpreter, and what they need on GPUs that are not here.
+"""The Triton kernels over lists of tensors: their bits in the interpreter, and what they need on GPUs that are not
+here.
 
 Triton chooses between its compiler and its interpreter when it is imported, so that each runs in a process of its own.
 """
@@ -51,5 +52,7 @@ def test_no_length_of_a_list_is_compiled_anew() -> None:
     from meshmuon.execute import triton_elements
 
     for name in ("momentum", "update", "copy", "fill", "nonfinite", "restore"):
-        (tensors,) = (argument for argument in getattr(triton_elements, f"{name}_kernel").params if argument.name == "tensors")
+        (tensors,) = (
+            argument for argument in getattr(triton_elements, f"{name}_kernel").params if argument.name == "tensors"
+        )
         assert tensors.do_not_specialize

@@ -1,7 +1,7 @@
 """NeMo Automodel's parts around the optimizer, in two gloo processes with FSDP2.
 
-Its recipes need a GPU. Real are: its YAML loader and typed config, ``build_optimizer``, its scheduler, its clipping, and its
-state for ``torch.distributed.checkpoint``.
+Its recipes need a GPU. Real are: its YAML loader and typed config, ``build_optimizer``, its scheduler, its clipping,
+and its state for ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def plain_loop() -> Any:
             ]
             if pairs:
                 names, params = zip(*pairs, strict=True)
-                keys = {"norm": {"lr_mult": 1.0, "wd_mult": 0.0}, "down_proj": {"lr_mult": 0.5, "wd_mult": 1.0}}.get(kind, {})
+                keys = {"norm": {"lr_mult": 1.0, "wd_mult": 0.0}, "down_proj": {"lr_mult": 0.5, "wd_mult": 1.0}}.get(
+                    kind, {}
+                )
                 groups.append({**group, "names": list(names), "params": list(params), **keys})
     optimizer = Muon(groups, lr=1e-3, weight_decay=0.1)
     train(model, optimizer, scheduler_of([optimizer]), range(STEPS))
@@ -102,7 +104,10 @@ def rank_main(rank: int, folder: Path) -> None:
     model, optimizer, scheduler = build(folder)
     assert isinstance(optimizer, Muon)
     train(model, optimizer, scheduler, range(SAVED))
-    save({"optim": OptimizerState(model, optimizer, [scheduler]), "model": model.state_dict()}, checkpoint_id=folder / "saved")
+    save(
+        {"optim": OptimizerState(model, optimizer, [scheduler]), "model": model.state_dict()},
+        checkpoint_id=folder / "saved",
+    )
     train(model, optimizer, scheduler, range(SAVED, STEPS))
     expected = plain_loop()
     same_weights(model, expected)

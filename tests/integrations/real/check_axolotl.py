@@ -1,4 +1,6 @@
-"""axolotl's whole training, from its YAML to the saved model, on CPU: clip, accumulate, schedule, log, save and resume."""
+"""axolotl's whole training, from its YAML to the saved model, on CPU: clip, accumulate, schedule, log, save and
+resume.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ STEPS, STOPPED = 12, 7
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     paths = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    ray.init(num_cpus=3, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}})
+    ray.init(
+        num_cpus=3, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}}
+    )
     yield
     ray.shutdown()
 

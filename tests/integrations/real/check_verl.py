@@ -32,7 +32,8 @@ def use_cpu() -> None:
     from verl.plugin.platform.platform_manager import set_platform
 
     rng = {"get_rng_state": torch.get_rng_state, "set_rng_state": torch.set_rng_state}
-    memory = {"memory_allocated": lambda: 0, "memory_reserved": lambda: 0, "mem_get_info": lambda: (0, 0)}  # for its log
+    # for its log
+    memory = {"memory_allocated": lambda: 0, "memory_reserved": lambda: 0, "mem_get_info": lambda: (0, 0)}
     module = SimpleNamespace(**{**vars(torch.cpu), **rng, **memory, "empty_cache": lambda: None})
 
     class PlatformCPU(PlatformCUDA):  # type: ignore[misc]
@@ -64,7 +65,9 @@ def engine_of(folder: Path, **changes: Any) -> Any:
     schedule = {"lr_warmup_steps": 2, "total_training_steps": STEPS, "lr_scheduler_type": "cosine"}
     attention = {"attn_implementation": "eager"}
     engine = FSDPEngine(
-        HFModelConfig(path=str(folder / "model"), load_tokenizer=False, use_remove_padding=False, override_config=attention),
+        HFModelConfig(
+            path=str(folder / "model"), load_tokenizer=False, use_remove_padding=False, override_config=attention
+        ),
         FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=float32, optimizer_offload=True),
         FSDPOptimizerConfig(lr=LR, clip_grad=0.5, **(recipe("verl")["optim"] | changes), **schedule),
         CheckpointConfig(),
@@ -79,7 +82,9 @@ def tokens_of(step: int) -> Tensor:
 
 
 def train(engine: Any, steps: range) -> list[float]:
-    """As ``train_batch`` does: load, forward and backward, clip and step, schedule, offload. Returns norms and learning rates."""
+    """As ``train_batch`` does: load, forward and backward, clip and step, schedule, offload. Returns norms and
+    learning rates.
+    """
     numbers = []
     for step in steps:
         engine.to("cpu", model=False, optimizer=True, grad=False)
@@ -97,8 +102,12 @@ def plain_loop() -> tuple[nn.Module, list[float]]:
     model = small_llama(attn_implementation="eager")
     for module in (*model.model.layers, model):
         fully_shard(module)
-    optimizer = Muon(get_default_muon_param_groups(model), lr=LR, weight_decay=0.01, adamw_betas=(0.9, 0.999), momentum=0.95)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=STEPS, min_lr_ratio=0.0)
+    optimizer = Muon(
+        get_default_muon_param_groups(model), lr=LR, weight_decay=0.01, adamw_betas=(0.9, 0.999), momentum=0.95
+    )
+    scheduler = get_cosine_schedule_with_warmup(
+        optimizer, num_warmup_steps=2, num_training_steps=STEPS, min_lr_ratio=0.0
+    )
     numbers = []
     for step in range(STEPS):
         tokens = tokens_of(step)

@@ -43,7 +43,9 @@ def test_norms_are_one(count: int, rows: int, cols: int, scale: float, dtype: to
     exact = batch.double() / batch.double().flatten(1).norm(dim=1)[:, None, None]
     unit = 2.0**-11 if dtype == torch.float16 else 2.0**-24
     # The norm is a root of a sum of at most 2⁵ terms per lane and 2⁸ lanes; then two divisions and one rounding.
-    assert torch.allclose(out.double(), exact, rtol=unit + 24 * 2.0**-24, atol=2.0**-25 if dtype == torch.float16 else 0.0)
+    assert torch.allclose(
+        out.double(), exact, rtol=unit + 24 * 2.0**-24, atol=2.0**-25 if dtype == torch.float16 else 0.0
+    )
 
 
 def test_zeros_stay_and_what_is_not_finite_spreads_over_its_matrix_alone() -> None:
@@ -85,9 +87,13 @@ def test_the_factor_of_a_quintic(count: int, n: int, diagonal: float) -> None:
 
 @pytest.mark.parametrize("form", ["standard", "gram"])
 @pytest.mark.parametrize(
-    ("shape", "scheme"), [((2, 20, 33), polar_express()), ((1, 40, 17), keller(3)), ((1, 24, 24), polar_express())], ids=str
+    ("shape", "scheme"),
+    [((2, 20, 33), polar_express()), ((1, 40, 17), keller(3)), ((1, 24, 24), polar_express())],
+    ids=str,
 )
-def test_the_whole_orthogonalisation_beside_the_torch_twin(shape: tuple[int, int, int], scheme: Scheme, form: str) -> None:
+def test_the_whole_orthogonalisation_beside_the_torch_twin(
+    shape: tuple[int, int, int], scheme: Scheme, form: str
+) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     bound = 2 * orthogonalize_error(x, scheme, form=form)  # float32 on both sides, another order of summation
     twin = orthogonalize(x, scheme, form=form, products=BlockedProducts())
@@ -97,5 +103,7 @@ def test_the_whole_orthogonalisation_beside_the_torch_twin(shape: tuple[int, int
     half = orthogonalize(x, scheme, form=form, dtype=torch.bfloat16, products=TritonProducts())
     assert torch.linalg.matrix_norm(half, 2).max() < 1.05 * highest(scheme.steps)
     wide = x.double()
-    exact, same = (orthogonalize(wide, scheme, form=form, products=one) for one in (BlockedProducts(), TritonProducts()))
+    exact, same = (
+        orthogonalize(wide, scheme, form=form, products=one) for one in (BlockedProducts(), TritonProducts())
+    )
     assert torch.equal(same, exact)

@@ -188,7 +188,9 @@ def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Not shrunk: on a busy machine that takes minutes, and a case is small and printed in full.
-@settings(max_examples=25, database=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, database=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_shape_layout_and_factor(kernel: Kernel, dtype: torch.dtype, data: Any) -> None:
     # a and b are unrelated, so the exact product is not symmetric. This pins down that the upper triangle is
@@ -220,7 +222,9 @@ def test_the_tiles_that_are_shipped(kernel: Kernel, dtype: torch.dtype, n: int, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_candidate_gives_the_same_bits(kernel: Kernel, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_candidate_gives_the_same_bits(
+    kernel: Kernel, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks measure for themselves and may choose different candidates."""
 
     def dot(a: Any, b: Any, d: Any, *_: object) -> Any:
@@ -233,7 +237,9 @@ def test_every_candidate_gives_the_same_bits(kernel: Kernel, dtype: torch.dtype,
     monkeypatch.setattr(interpreter_builder, "create_dot", dot)
     x, candidates = randn(1, 130, 150, dtype=dtype), CANDIDATES[dtype]
     other_depth = replace(candidates[-1], depth=candidates[-1].depth // 2)
-    *outs, other = (kernel.product(x, x, out=torch.empty(1, 130, 130), tiling=tiling) for tiling in (*candidates, other_depth))
+    *outs, other = (
+        kernel.product(x, x, out=torch.empty(1, 130, 130), tiling=tiling) for tiling in (*candidates, other_depth)
+    )
     assert all(torch.equal(out, outs[0]) for out in outs)
     assert not torch.equal(other, outs[0]), "the depth changes bits, or this test could not fail"
 
@@ -249,7 +255,9 @@ def test_no_inner_dimension_leaves_the_addend(kernel: Kernel) -> None:
     x, addend = torch.ones(2, 20, 0), randn(2, 20, 20, dtype=torch.float32)
     out, tiling = torch.full((2, 20, 20), torch.nan), tiles_of(16, 16, 1)
     assert torch.equal(kernel.product(x, x, out=out, tiling=tiling), torch.zeros(2, 20, 20))
-    assert torch.equal(kernel.product(x, x, out=out, tiling=tiling, addend=addend, beta=0.5), mirror_upper(0.5 * addend))
+    assert torch.equal(
+        kernel.product(x, x, out=out, tiling=tiling, addend=addend, beta=0.5), mirror_upper(0.5 * addend)
+    )
 
 
 def test_nan_spreads_as_in_torch(kernel: Kernel) -> None:
@@ -285,7 +293,9 @@ def test_elements_more_than_two_to_the_31_apart(kernel: Kernel, dim: int, depth:
         ("fp32_precision", "ieee", "none", "ieee"),
     ],
 )
-def test_tf32_only_if_torch_allows_it(kernel: Kernel, setting: str, value: object, restored: object, precision: str) -> None:
+def test_tf32_only_if_torch_allows_it(
+    kernel: Kernel, setting: str, value: object, restored: object, precision: str
+) -> None:
     setattr(torch.backends.cuda.matmul, setting, value)
     try:
         one = torch.ones(1, 1, 1)
@@ -299,7 +309,9 @@ def test_tf32_only_if_torch_allows_it(kernel: Kernel, setting: str, value: objec
 
 
 # A GPU's square root may be off by 2**-23 (PTX's sqrt.approx), the interpreter's is exact.
-root_errors = pytest.mark.parametrize("root_error", [0.0, 2.0**-22, -(2.0**-22)], ids=["exact", "high", "low"], indirect=True)
+root_errors = pytest.mark.parametrize(
+    "root_error", [0.0, 2.0**-22, -(2.0**-22)], ids=["exact", "high", "low"], indirect=True
+)
 
 
 @pytest.fixture

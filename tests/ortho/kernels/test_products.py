@@ -1,7 +1,7 @@
 """The torch implementations of the two products, against float64.
 
-Bound per element: sums of k products in a precision of unit u are off by at most about k·u·(|a|·|b|), to which rounding to
-the result's dtype adds u times the result.
+Bound per element: sums of k products in a precision of unit u are off by at most about k·u·(|a|·|b|), to which rounding
+to the result's dtype adds u times the result.
 """
 
 from __future__ import annotations
@@ -124,7 +124,11 @@ def test_any_strides(n: int) -> None:
     x = gaussian(2, n, 30)
     exact, size = x.double() @ x.double().mT, x.double().abs() @ x.double().abs().mT
     for operand in (x.mT.contiguous().mT, torch.stack([x, x], dim=3)[..., 0], x.flip(0)[[1, 0]]):
-        for out in (torch.empty(2, n, n).mT, torch.empty(2, n + 2, n + 3)[:, 1:-1, 2:-1], torch.empty(2, n, 2 * n)[..., ::2]):
+        for out in (
+            torch.empty(2, n, n).mT,
+            torch.empty(2, n + 2, n + 3)[:, 1:-1, 2:-1],
+            torch.empty(2, n, 2 * n)[..., ::2],
+        ):
             result = BlockedProducts().symmetric(operand, operand, out)
             assert result is out
             assert_near(result, exact, size, 30)

@@ -1,4 +1,6 @@
-"""Symmetric products by the library ``quack``, on a stand-in with the signature of ``gemm_symmetric`` of quack-kernels 0.6.5."""
+"""Symmetric products by the library ``quack``, on a stand-in with the signature of ``gemm_symmetric`` of
+quack-kernels 0.6.5.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def gemm_symmetric(
     split_k: int | None = 1,
     split_k_mode: int = 0,
 ) -> Tensor:
-    """As the library: (batch, m, k) and (batch, k, m) of 16 bits, vectors of 16 bytes, floats; one triangle is mirrored."""
+    """As the library: (batch, m, k) and (batch, k, m) of 16 bits, vectors of 16 bytes, floats; one triangle is
+    mirrored.
+    """
     assert out is not None
     assert A.shape[0] == B.shape[0]
     assert A.shape[1:] == B.shape[:0:-1]
@@ -76,14 +80,21 @@ def test_products_equal_torch(dtype: torch.dtype, transposed: bool) -> None:
     gram, expected = (each.symmetric(x, x, torch.empty(2, 16, 16, dtype=dtype)) for each in (own, other))
     unit = torch.finfo(dtype).eps
     torch.testing.assert_close(gram, expected, rtol=2 * unit, atol=2 * unit)
-    gram, expected = (each.symmetric(gram, gram, torch.empty_like(gram), gram, alpha=2, beta=-3) for each in (own, other))
+    gram, expected = (
+        each.symmetric(gram, gram, torch.empty_like(gram), gram, alpha=2, beta=-3) for each in (own, other)
+    )
     torch.testing.assert_close(gram, expected, rtol=8 * unit, atol=8 * unit)
     assert CALLS == [{"shape": (2, 16, 24), "C": False}, {"shape": (2, 16, 16), "C": True}]
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((1, 12, 16), torch.float16), ((1, 16, 12), torch.float16), ((1, 16, 16), torch.float32), ((1, 16, 0), torch.float16)],
+    [
+        ((1, 12, 16), torch.float16),
+        ((1, 16, 12), torch.float16),
+        ((1, 16, 16), torch.float32),
+        ((1, 16, 0), torch.float16),
+    ],
 )
 def test_what_it_does_not_take_is_computed_otherwise(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x = randn(*shape, dtype=dtype)
@@ -130,7 +141,9 @@ def test_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_has", lambda package: False)
     group = {"params": [torch.nn.Parameter(torch.ones(4, 4))], "names": ["one"], "use_muon": True}
     for kernels, package in (("quack", "quack-kernels"), ("triton", "triton")):
-        with pytest.raises(ConfigError, match=f"{kernels} is not installed. pip install {package}, or leave kernels out"):
+        with pytest.raises(
+            ConfigError, match=f"{kernels} is not installed. pip install {package}, or leave kernels out"
+        ):
             Muon([group], kernels=kernels)
     with pytest.raises(ConfigError, match="kernels='cutlass' is unknown"):
         Muon([group], kernels="cutlass")

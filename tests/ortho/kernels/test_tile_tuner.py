@@ -1,4 +1,6 @@
-"""How tiles are chosen: the fastest candidate, once for each kind of product. A stand-in for a device keeps the time."""
+"""How tiles are chosen: the fastest candidate, once for each kind of product. A stand-in for a device keeps the
+time.
+"""
 
 from __future__ import annotations
 

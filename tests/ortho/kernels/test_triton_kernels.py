@@ -1,7 +1,7 @@
 """The Triton kernels: their results in Triton's interpreter, and that they compile for the GPUs they are meant for.
 
-Triton chooses between its compiler and its interpreter when it is imported, so that the interpreter has processes of its own. The
-compiler and assembler that Triton brings along need no GPU, CUDA toolkit or C compiler.
+Triton chooses between its compiler and its interpreter when it is imported, so that the interpreter has processes of
+its own. The compiler and assembler that Triton brings along need no GPU, CUDA toolkit or C compiler.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tests.support.triton_processes import run_interpreted
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: there is no kernel to test")
 CAPABILITIES = (80, 90, 100)
-# Bytes of a thread, at most: sm_80's assembler spills two words to have room for a fourth program; what is added to the diagonal
-# takes a few more, once, after all products.
+# Bytes of a thread, at most: sm_80's assembler spills two words to have room for a fourth program; what is added to the
+# diagonal takes a few more, once, after all products.
 SPILLED, SPILLED_WITH_DIAGONAL = 16, 40
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
@@ -57,7 +57,8 @@ def compiled_ptx(capability: int, tiling: Tiling, variant: KernelVariant) -> str
     assert kernel.shared <= SHARED_MEMORY[capability]
     assert needs.registers * tiling.warps * 32 <= REGISTERS
     spilled = SPILLED_WITH_DIAGONAL if variant.diagonal else SPILLED
-    assert needs.stack <= spilled or not variant.aligned, "registers are spilled"  # 64-bit strides are rare, and take many
+    # 64-bit strides are rare, and take many
+    assert needs.stack <= spilled or not variant.aligned, "registers are spilled"
     return kernel.ptx
 
 
@@ -102,7 +103,9 @@ OTHERS = [
 
 @pytest.mark.parametrize("position", range(len(OTHERS)))
 def test_candidates_multiply_with_the_same_instructions_as_the_default(position: int) -> None:
-    """The instructions sum the inner dim. With others, bits would depend on which tiling was measured to be the fastest."""
+    """The instructions sum the inner dim. With others, bits would depend on which tiling was measured to be the
+    fastest.
+    """
     dtype, precision, tiling = OTHERS[position]
     usual, variant = default_tiling(getattr(torch, dtype), 4096), KernelVariant(dtype, precision=precision)
     own, default = (dot_instructions(compiled_ptx(CAPABILITIES[position % 3], one, variant)) for one in (tiling, usual))
@@ -140,7 +143,14 @@ def test_kernels_that_normalise_compile_without_spilling(name: str, capability: 
     kernel = getattr(triton_normalise, f"_{name}_kernel")
     constants = {"parts": triton_normalise.PARTS, "tile": triton_normalise.TILE}
     for integers, out in (("i32", "*bf16"), ("i64", "*fp32")):  # the latter for matrices of 2³¹ elements
-        types = {"batch": "*fp32", "sums": "*fp32", "out": out, "pitch": integers, "size": integers, "out_pitch": integers}
+        types = {
+            "batch": "*fp32",
+            "sums": "*fp32",
+            "out": out,
+            "pitch": integers,
+            "size": integers,
+            "out_pitch": integers,
+        }
         types |= {"tiles": "i32", "parts": "constexpr", "tile": "constexpr"}
         source = ASTSource(kernel, {argument: types[argument] for argument in kernel.arg_names}, constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
@@ -160,7 +170,9 @@ class Launches:
 
 
 @pytest.mark.parametrize("shape", [(2, 16384, 53248), (70_000, 8, 8)], ids=str)
-def test_large_matrices_and_long_batches_fit_a_grid(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_matrices_and_long_batches_fit_a_grid(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from meshmuon.ortho.kernels import triton_normalise
 
     launches = Launches()

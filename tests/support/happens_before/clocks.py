@@ -1,7 +1,7 @@
 """Vector clocks of streams and of the host, the accesses to each block of memory, and what nothing orders.
 
-Every stream, and the host, counts what it does. A stream's clock says for every other stream up to which count it has waited for
-it. An access happens before whatever runs on a stream whose clock has reached the access's count.
+Every stream, and the host, counts what it does. A stream's clock says for every other stream up to which count it has
+waited for it. An access happens before whatever runs on a stream whose clock has reached the access's count.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Clocks:
         _join(self._clocks[stream], clock)
 
     def reached(self, stream: int, access: Access) -> bool:
-        """Whether ``access`` happens before what the stream is given next: that comes after all that the host has waited for."""
+        """Whether ``access`` happens before what the stream is given next: that comes after all that the host has
+        waited for.
+        """
         return any(self._clocks[waiting].get(access.stream, 0) >= access.count for waiting in (stream, HOST))
 
 
@@ -115,14 +117,21 @@ class History:
                 yield earlier
 
     def unfinished(self, owner: int, clocks: Clocks) -> Iterator[Access]:
-        """Accesses that neither ``record_stream`` nor the order of the stream ``owner``, which allocated the block, protects."""
+        """Accesses that neither ``record_stream`` nor the order of the stream ``owner``, which allocated the block,
+        protects.
+        """
         for access in self.latest.values():
-            if access.stream not in (owner, HOST) and access.stream not in self.recorded and not clocks.reached(owner, access):
+            if (
+                access.stream not in (owner, HOST)
+                and access.stream not in self.recorded
+                and not clocks.reached(owner, access)
+            ):
                 yield access
 
 
 def describe(accesses: Iterable[Access], clocks: Clocks) -> str:
     """Accesses in words."""
     return "; ".join(
-        f"{'write' if access.writes else 'read'} on stream {clocks.names[access.stream]} by {access.where}" for access in accesses
+        f"{'write' if access.writes else 'read'} on stream {clocks.names[access.stream]} by {access.where}"
+        for access in accesses
     )

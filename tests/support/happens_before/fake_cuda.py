@@ -1,4 +1,6 @@
-"""``torch.cuda`` as far as the package uses it: streams, events and graphs, whose effects the recorder of the thread notes."""
+"""``torch.cuda`` as far as the package uses it: streams, events and graphs, whose effects the recorder of the
+thread notes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Stream:
         return self._recorder.guess()
 
     def note_use(self, block: Block) -> None:
-        """``tensor.record_stream(self)``: the allocator waits for what this stream has been given when the block is freed."""
+        """``tensor.record_stream(self)``: the allocator waits for what this stream has been given when the block is
+        freed.
+        """
         block.history.recorded.add(self.number)
 
     def __eq__(self, other: object) -> bool:
@@ -117,7 +121,13 @@ class Graph:
                 self._saved[storage.data_ptr()] = whole, whole.clone()
 
     def add(
-        self, func: Any, inner: Any, result: Any, created: Sequence[Tensor], reads: Sequence[Tensor], writes: Sequence[Tensor]
+        self,
+        func: Any,
+        inner: Any,
+        result: Any,
+        created: Sequence[Tensor],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
     ) -> None:
         """An operation that is captured."""
         self._operations.append((func, inner, result))
@@ -157,8 +167,12 @@ def _overwrite(old: Any, new: Any) -> None:
 
 @contextmanager
 def _capture(graph: Graph, pool: object = None, *, capture_error_mode: str = "global") -> Iterator[None]:
-    """``torch.cuda.graph``: waits for the device, then captures on a stream of its own, which stays current after an error."""
-    assert capture_error_mode == "thread_local", "another thread, such as a data loader that pins memory, would end the capture"
+    """``torch.cuda.graph``: waits for the device, then captures on a stream of its own, which stays current after
+    an error.
+    """
+    assert capture_error_mode == "thread_local", (
+        "another thread, such as a data loader that pins memory, would end the capture"
+    )
     rank = recorder()
     rank.host_waits(rank.clocks.everything(), "capture of a graph")
     before, rank.current, rank.capture = rank.current, Stream().number, graph

@@ -1,4 +1,6 @@
-"""Which bytes of a block of memory a tensor covers, exactly: columns of one buffer that lie between each other do not overlap."""
+"""Which bytes of a block of memory a tensor covers, exactly: columns of one buffer that lie between each other do
+not overlap.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ class Footprint:
 
     start: int  # of its first element, in bytes
     itemsize: int
-    dims: tuple[tuple[int, int], ...]  # size and stride in bytes of each dim with more than one element; none for an empty tensor
+    # size and stride in bytes of each dim with more than one element; none for an empty tensor
+    dims: tuple[tuple[int, int], ...]
     empty: bool = False
 
     @classmethod
@@ -22,7 +25,11 @@ class Footprint:
         """The footprint of a strided CPU tensor in the block that begins at ``block_address``."""
         size = tensor.element_size()
         dims = tuple(
-            sorted((extent, stride * size) for extent, stride in zip(tensor.shape, tensor.stride(), strict=True) if extent > 1)
+            sorted(
+                (extent, stride * size)
+                for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+                if extent > 1
+            )
         )
         return cls(tensor.data_ptr() - block_address, size, dims, tensor.numel() == 0)
 

@@ -1,8 +1,9 @@
-"""Counts what decides the time of a step on a GPU and can be counted without one: launches, bytes, operations of the host.
+"""Counts what decides the time of a step on a GPU and can be counted without one: launches, bytes, operations of the
+host.
 
-A launch is one kernel. A ``_foreach`` operation is one launch per chunk of tensors on torch's fast path: all lists of one dtype
-each (of one dtype altogether, except for copies), tensors dense and with the strides of their neighbours in the other lists.
-Otherwise torch launches one kernel per tensor.
+A launch is one kernel. A ``_foreach`` operation is one launch per chunk of tensors on torch's fast path: all lists of
+one dtype each (of one dtype altogether, except for copies), tensors dense and with the strides of their neighbours in
+the other lists. Otherwise torch launches one kernel per tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
         super().__init__(name, seed=seed)
         self.launches: Counter[str] = Counter()  # by operation and line of the package
         self.bytes_of: Counter[str] = Counter()  # that kernels read and write, by the same
-        self.host_operations: Counter[str] = Counter()  # of torch that launch nothing: views, allocations, work on host tensors
+        # of torch that launch nothing: views, allocations, work on host tensors
+        self.host_operations: Counter[str] = Counter()
         self._counting = False
 
     @contextmanager
@@ -67,9 +69,12 @@ class CountingRecorder(Recorder):  # type: ignore[no-untyped-call]
         launched = sum(self.launches.values()) > before
         if launched and name.startswith(("_foreach", "_fused")):
             self.launches[f"{name} {package_line()}"] += foreach_launches(name, args) - 1
-        elif self._counting and not launched and result is not NotImplemented:  # which a DTensor gets, before its local tensor
+        elif (
+            self._counting and not launched and result is not NotImplemented
+        ):  # which a DTensor gets, before its local tensor
             line = package_line()
-            if line.startswith("meshmuon/") and not line.startswith("meshmuon/transport/"):  # where NCCL's stand-in works
+            # where NCCL's stand-in works
+            if line.startswith("meshmuon/") and not line.startswith("meshmuon/transport/"):
                 self.host_operations[f"{name} {line}"] += 1
         return result
 
@@ -80,7 +85,9 @@ def foreach_launches(name: str, args: Sequence[Any]) -> int:
     if name == "_fused_adamw_":  # refuses what is not alike; step counts come beside the weights and their state
         lists = lists[:4]
     dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
-    one_dtype = all(len(of_list) == 1 for of_list in dtypes) and (name == "_foreach_copy_" or len(set.union(*dtypes)) == 1)
+    one_dtype = all(len(of_list) == 1 for of_list in dtypes) and (
+        name == "_foreach_copy_" or len(set.union(*dtypes)) == 1
+    )
     alike = all(len({tensor.stride() for tensor in tensors}) == 1 for tensors in zip(*lists, strict=True))
     dense = all(_is_dense(tensor) for tensors in lists for tensor in tensors)
     on_device = all(tensor.is_cuda for tensors in lists for tensor in tensors)

@@ -1,4 +1,6 @@
-"""``ListKernels`` for twin tensors: each call is one piece of work of the current stream, computed by the kernels' CPU twin."""
+"""``ListKernels`` for twin tensors: each call is one piece of work of the current stream, computed by the kernels'
+CPU twin.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from .twin_tensor import host_values
 class TwinListKernels:
     """Reads and writes what the kernels read and write."""
 
-    compiled_late: ClassVar[list[str]] = []  # what steps have launched that was not compiled when their plan was prepared
+    # what steps have launched that was not compiled when their plan was prepared
+    compiled_late: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
         self.only_compiles: Any = None
@@ -71,7 +74,9 @@ class TwinListKernels:
             wide = [change if isinstance(change, Int8Blocks) else change.float().clone() for change in changes]
             momenta, old = _host(*old_momenta) if old_momenta else ([], [])
             twin, guarded = elementwise.Elementwise(), elementwise.OldMomenta(momenta, old) if old_momenta else None
-            twin.apply(targets, wide, _value(decay), _value(rate), cautious=cautious, counters=pairs, old_momenta=guarded)
+            twin.apply(
+                targets, wide, _value(decay), _value(rate), cautious=cautious, counters=pairs, old_momenta=guarded
+            )
 
         momenta, old = old_momenta or ([], [])
         numbers = [part for of_tensor in counters or () for part in of_tensor]
@@ -105,8 +110,13 @@ class TwinListKernels:
 
     def _launch(self, reads: Sequence[Any], writes: Sequence[Tensor], compute: Callable[[], object]) -> None:
         rank = recorder()
-        kinds = [(value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else type(value) for value in reads]
-        variant = sys._getframe(1).f_code.co_name, str([*kinds, *((tensor.dtype, tensor.stride()) for tensor in writes)])
+        kinds = [
+            (value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else type(value) for value in reads
+        ]
+        variant = (
+            sys._getframe(1).f_code.co_name,
+            str([*kinds, *((tensor.dtype, tensor.stride()) for tensor in writes)]),
+        )
         if self.only_compiles is not None:
             self._compiled.add(variant)
             return

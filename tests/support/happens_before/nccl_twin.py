@@ -1,8 +1,8 @@
 """Collectives as NCCL runs them: work on a stream of the process group, and the order in which each rank starts them.
 
-A collective waits for what the current stream was given before it. ``wait()`` makes the stream that is current then wait for the
-collective; until that, its buffers are in use. Nothing else protects them: newer versions of torch keep no ``record_stream`` for
-them. The values are exchanged at once, by the threaded process group.
+A collective waits for what the current stream was given before it. ``wait()`` makes the stream that is current then
+wait for the collective; until that, its buffers are in use. Nothing else protects them: newer versions of torch keep no
+``record_stream`` for them. The values are exchanged at once, by the threaded process group.
 """
 
 from __future__ import annotations
@@ -45,16 +45,22 @@ class StartedCollectives:
 
     def differences(self) -> list[str]:
         """In words, where two ranks of a group started different collectives, or expect other sizes than are sent."""
-        found = [f"group {key[0]}, collective {key[1]}: {s}" for key, s in self._sizes.items() if len(set(s.values())) > 1]
+        found = [
+            f"group {key[0]}, collective {key[1]}: {s}" for key, s in self._sizes.items() if len(set(s.values())) > 1
+        ]
         for group in sorted({name for name, _ in self._started}):
             ranks = sorted(rank for name, rank in self._started if name == group)
             first = self._started[group, ranks[0]]
             for rank in ranks[1:]:
                 other = self._started[group, rank]
                 if other != first:
-                    k = next((k for k, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), len(first))
+                    k = next(
+                        (k for k, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), len(first)
+                    )
                     pair = [names[k] if k < len(names) else "nothing" for names in (first, other)]
-                    found.append(f"group {group}, collective {k}: rank {ranks[0]} starts {pair[0]}, rank {rank} {pair[1]}")
+                    found.append(
+                        f"group {group}, collective {k}: rank {ranks[0]} starts {pair[0]}, rank {rank} {pair[1]}"
+                    )
         return found
 
 
@@ -89,7 +95,9 @@ class _Nccl:
             self._note(name, group, tensors, args[2:4] if name == "all_to_all_single" else ())
             if name != "all_to_all_single" and not any(isinstance(tensor, TwinTensor) for tensor in tensors):
                 return original(*args, group=group, async_op=async_op, **kwargs)
-            assert all(isinstance(tensor, TwinTensor) for tensor in tensors), f"{name} of host memory, which NCCL refuses"
+            assert all(isinstance(tensor, TwinTensor) for tensor in tensors), (
+                f"{name} of host memory, which NCCL refuses"
+            )
             assert all(tensor.is_contiguous() for tensor in tensors), f"{name} of a tensor that is not contiguous"
             rank = recorder()
             # Newer versions run synchronous ones on the current stream: nothing orders them behind others of the group.

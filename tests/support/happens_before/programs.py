@@ -78,7 +78,11 @@ def random_program(seed: int) -> Program:
     qk_clip = rng.random() < 0.3
     if qk_clip:
         params += [
-            replace(_param(rng, program, k, dims=2), name=f"layers.0.self_attn.{name}_proj.weight", shape=(HEADS * HEAD_DIM, 5))
+            replace(
+                _param(rng, program, k, dims=2),
+                name=f"layers.0.self_attn.{name}_proj.weight",
+                shape=(HEADS * HEAD_DIM, 5),
+            )
             for k, name in enumerate("qk")
         ]
         params = [replace(param, split=None) if "_proj" in param.name else param for param in params]
@@ -103,7 +107,8 @@ def random_program(seed: int) -> Program:
         own_stream=rng.random() < 0.2,
         fsdp_grads=rng.random() < 0.3,
     )
-    # Drawn last, so that the programs are otherwise those that they were before there were metrics, and then int8 on the wire.
+    # Drawn last, so that the programs are otherwise those that they were before there were metrics, and then int8 on
+    # the wire.
     every, kernels = rng.choice([None, 1, 2]), rng.choice(["auto", "auto", "torch"])
     measured = {} if every is None else {"metrics": every}
     prepares: tuple[tuple[int, str], ...] = ((rng.choice([0, 0, 2]), "prepare"),) if rng.random() < 0.4 else ()
@@ -118,7 +123,9 @@ def in_host_memory(program: Program, seed: int) -> Program:
     program = replace(program, options={name: value for name, value in program.options.items() if name != "metrics"})
     rng = random.Random(seed)
     share = rng.choice([1.0, 0.5])
-    params = tuple(replace(param, in_host=param.placements is not None and rng.random() < share) for param in program.params)
+    params = tuple(
+        replace(param, in_host=param.placements is not None and rng.random() < share) for param in program.params
+    )
     return replace(program, params=params)
 
 

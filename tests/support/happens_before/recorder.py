@@ -1,4 +1,6 @@
-"""Sees every operation of one rank: on which stream it runs, what it reads and writes, and whether the host waits for it."""
+"""Sees every operation of one rank: on which stream it runs, what it reads and writes, and whether the host waits
+for it.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._group_streams: dict[str, int] = {}
         self.capture: Any = None  # the graph that records work instead
         self.pools: list[object] = []  # of the graphs that were captured, one after the other
-        self._given_back: dict[int, list[Access]] = {}  # of each stream, the uses of freed memory that may not have ended
+        # of each stream, the uses of freed memory that may not have ended
+        self._given_back: dict[int, list[Access]] = {}
         self.findings: list[Finding] = []
         self.beside_main: set[int] = set()  # streams whose work has overlapped with work of the main stream
         self.busy_waits: set[str] = set()  # lines at which the host has waited while the main stream had other work
@@ -157,7 +160,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         late = [access for access in self._given_back.pop(stream, ()) if not self.clocks.reached(stream, access)]
         if late:
             owner = self.clocks.names[stream]
-            text = f"freed memory of stream {owner} is reused, which nothing orders behind: {describe(late, self.clocks)}"
+            text = (
+                f"freed memory of stream {owner} is reused, which nothing orders behind: {describe(late, self.clocks)}"
+            )
             self.report("lifetime", text, *(access.where for access in late))
 
     def touch(self, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor], operation: str) -> None:
@@ -168,7 +173,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in writes:
             self._access(tensor, stream, count, True, site)
 
-    def launch(self, reads: Sequence[Tensor], writes: Sequence[Tensor], name: str, compute: Callable[[], object]) -> None:
+    def launch(
+        self, reads: Sequence[Tensor], writes: Sequence[Tensor], name: str, compute: Callable[[], object]
+    ) -> None:
         """A kernel that no operation of torch stands for: ``compute`` does its work on host values."""
         if self.capture is None:
             self.touch(self.current, reads, writes, name)
@@ -212,7 +219,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a DTensor: it does the same to its local tensors
         kwargs = dict(kwargs or {})
         target = kwargs.get("device")
-        if not types and not self.blocks.pinned and not kwargs.get("pin_memory") and (target is None or target.type != "cuda"):
+        if (
+            not types
+            and not self.blocks.pinned
+            and not kwargs.get("pin_memory")
+            and (target is None or target.type != "cuda")
+        ):
             return func(*args, **kwargs)  # work of the host on memory that no device touches
         name = _name(func)
         if name in _METADATA:
@@ -281,8 +293,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._wrap(result, before, created), created
 
     def _wrap(self, value: Any, before: dict[int, TwinTensor], created: list[Tensor]) -> Any:
-        # A method, because a function that calls itself would keep what it refers to until the next collection of garbage, and
-        # with it memory that the package has freed.
+        # A method, because a function that calls itself would keep what it refers to until the next collection of
+        # garbage, and with it memory that the package has freed.
         if isinstance(value, (list, tuple)):
             return type(value)(self._wrap(item, before, created) for item in value)
         if not isinstance(value, Tensor):

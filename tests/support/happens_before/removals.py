@@ -63,7 +63,9 @@ class _Finder(ast.NodeTransformer):
 
     def _candidate(self, node: ast.AST, kind: str, what: str) -> bool:
         """Notes a candidate; whether it is the one to take away."""
-        self.found.append(Removal(self._file, ".".join(self._scope), getattr(node, "lineno", 0), what, kind, len(self.found)))
+        self.found.append(
+            Removal(self._file, ".".join(self._scope), getattr(node, "lineno", 0), what, kind, len(self.found))
+        )
         return len(self.found) - 1 == self._without
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -82,8 +84,13 @@ class _Finder(ast.NodeTransformer):
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = node.value
-        if isinstance(call, ast.Call) and _name(call) in _STATEMENTS and self._candidate(node, "wait", ast.unparse(call)):
-            kept = [argument for argument in call.args if isinstance(argument, ast.Call)]  # wait_for(dist.all_reduce(…), …)
+        if (
+            isinstance(call, ast.Call)
+            and _name(call) in _STATEMENTS
+            and self._candidate(node, "wait", ast.unparse(call))
+        ):
+            # wait_for(dist.all_reduce(…), …)
+            kept = [argument for argument in call.args if isinstance(argument, ast.Call)]
             return ast.copy_location(ast.Expr(kept[0]) if kept else ast.Pass(), node)
         return self.generic_visit(node)
 
@@ -94,7 +101,9 @@ class _Finder(ast.NodeTransformer):
             if isinstance(call, ast.Call) and _name(call) in _SWITCHES:
                 if self._candidate(call, "switch", f"with {ast.unparse(call)}"):
                     continue
-                if len(call.args) > 1 and self._candidate(call, "uses", f"the gradients in {ast.unparse(call.func)}(…)"):
+                if len(call.args) > 1 and self._candidate(
+                    call, "uses", f"the gradients in {ast.unparse(call.func)}(…)"
+                ):
                     call.args = call.args[:1]
             kept.append(item)
         node.items = kept or [_nothing(node)]
@@ -137,7 +146,9 @@ def all_removals() -> list[Removal]:
 
 @contextmanager
 def without(removal: Removal) -> Iterator[None]:
-    """The package without one synchronisation: the function's code is exchanged in place, for all who have imported it."""
+    """The package without one synchronisation: the function's code is exchanged in place, for all who have imported
+    it.
+    """
     path = ROOT / removal.file
     finder = _Finder(removal.file, removal.ordinal)
     tree = ast.fix_missing_locations(finder.visit(ast.parse(path.read_text())))
@@ -155,7 +166,9 @@ def without(removal: Removal) -> Iterator[None]:
 
 def _code_of(code: CodeType, names: list[str]) -> CodeType:
     for name in names:
-        code = next(constant for constant in code.co_consts if isinstance(constant, CodeType) and constant.co_name == name)
+        code = next(
+            constant for constant in code.co_consts if isinstance(constant, CodeType) and constant.co_name == name
+        )
     return code
 
 
@@ -171,7 +184,9 @@ def _function(module: ModuleType, names: list[str]) -> FunctionType:
 
 
 def reported(program: Program, usual: Outcome) -> str:
-    """How a run of ``program`` shows that something is missing; empty if it does not. ``usual`` is a run without a removal."""
+    """How a run of ``program`` shows that something is missing; empty if it does not. ``usual`` is a run without a
+    removal.
+    """
     outcome = run_program(program)
     for kind in ("race", "lifetime"):
         if outcome.of(kind):
@@ -211,10 +226,16 @@ SCENARIOS = {
     "DistMuon without AdamW": scenario((2,), weights(2), optimizer="DistMuon"),
     "weights in host memory": scenario((2,), weights(4, S0, in_host=range(4)), IN_TURNS),
     # So that waves of others are the last ones. The rule allocates memory.
-    "weights in host memory before others": scenario((2,), weights(4, S0, in_host=range(1)), IN_TURNS | {"rule": "muon_plus"}),
-    "weights in host memory after others": scenario((2,), (*weights(6, S0, in_host=range(1, 6, 2)), EXPERTS), IN_TURNS | RULED),
+    "weights in host memory before others": scenario(
+        (2,), weights(4, S0, in_host=range(1)), IN_TURNS | {"rule": "muon_plus"}
+    ),
+    "weights in host memory after others": scenario(
+        (2,), (*weights(6, S0, in_host=range(1, 6, 2)), EXPERTS), IN_TURNS | RULED
+    ),
     # Without exchanges; three matrices on each rank.
-    "weights in host memory, whole on their ranks": scenario((2,), (replace(EXPERTS, shape=(6, 5, 3)),), {"chunk_size": 1}),
+    "weights in host memory, whole on their ranks": scenario(
+        (2,), (replace(EXPERTS, shape=(6, 5, 3)),), {"chunk_size": 1}
+    ),
     "relays between nodes": scenario((4,), weights(5, S0, shape=(8, 4)), IN_TURNS | {"max_peers": 1}, ranks_per_node=2),
     "prepared": scenario((2,), weights(2, S0), events=((0, "prepare"),)),
     "a wave that sends last": scenario((4,), SHORT_AND_LONG, ANY_WAVES, heavy="aside"),
@@ -223,7 +244,12 @@ SCENARIOS = {
     ),
     "metrics": scenario((2,), (*weights(2, S0), replace(BIAS, placements=S0)), {"metrics": 1}, steps=5),
     "logits in pinned memory": scenario(
-        (1,), ATTENTION, {"clip_config": {"head_dim": HEAD_DIM, "threshold": 10.0}}, steps=3, qk_clip=True, host_logits=True
+        (1,),
+        ATTENTION,
+        {"clip_config": {"head_dim": HEAD_DIM, "threshold": 10.0}},
+        steps=3,
+        qk_clip=True,
+        host_logits=True,
     ),
 }
 """Small programs that together need every synchronisation of the package."""

@@ -46,12 +46,15 @@ class Outcome:
     """What a run has found."""
 
     findings: list[Finding] = field(default_factory=list)
-    steady_waits: list[Finding] = field(default_factory=list)  # of the host, inside steps that only repeat what was prepared
+    # of the host, inside steps that only repeat what was prepared
+    steady_waits: list[Finding] = field(default_factory=list)
     orders: list[str] = field(default_factory=list)  # where ranks started different collectives
     collectives: int = 0
     operations: int = 0
-    beside_main: set[str] = field(default_factory=set)  # makers of the streams whose work may overlap with the main stream's
-    busy_waits: set[str] = field(default_factory=set)  # lines at which the host waits while the main stream has other work
+    # makers of the streams whose work may overlap with the main stream's
+    beside_main: set[str] = field(default_factory=set)
+    # lines at which the host waits while the main stream has other work
+    busy_waits: set[str] = field(default_factory=set)
     weights: list[list[Tensor]] = field(default_factory=list)  # rank by rank, at the end
     pools: list[list[object]] = field(default_factory=list)  # of each rank, those of its graphs
     plans: list[Plan] = field(default_factory=list)  # of all ranks
@@ -70,18 +73,23 @@ def twins() -> Any:
     """A GPU and NCCL for all threads with a recorder; yields the order of collectives."""
     with ExitStack() as stack:
         stack.enter_context(fake_cuda.installed())
-        stack.enter_context(patch.object(collectives, "moves", lambda group, device: True))  # NCCL moves what is on a GPU
+        # NCCL moves what is on a GPU
+        stack.enter_context(patch.object(collectives, "moves", lambda group, device: True))
         stack.enter_context(patch.object(products, "_has", lambda package: True))
         stack.enter_context(patch.object(TritonProducts, "symmetric", _symmetric_product))
         stack.enter_context(patch.object(TritonProducts, "quintic_factor", _quintic_factor))
         stack.enter_context(patch.object(triton_normalise, "normalise", _normalise))
         stack.enter_context(patch.object(list_kernels, "ListKernels", TwinListKernels))
-        stack.enter_context(patch.object(momentum_blocks, "_momentum_blocks", _cached_by_rank(momentum_blocks._momentum_blocks)))
+        stack.enter_context(
+            patch.object(momentum_blocks, "_momentum_blocks", _cached_by_rank(momentum_blocks._momentum_blocks))
+        )
         yield stack.enter_context(nccl_twin.installed())
 
 
 def _cached_by_rank(cached: Any) -> Any:
-    """A cache for every run of a rank: tensors of another rank, or of an earlier program, were made on streams of its own."""
+    """A cache for every run of a rank: tensors of another rank, or of an earlier program, were made on streams of
+    its own.
+    """
     own = lru_cache(maxsize=256)(lambda recorder, *key: cached.__wrapped__(*key))
     return lambda *key: own(current_recorder(), *key)
 
@@ -96,12 +104,16 @@ def _symmetric_product(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> Tensor:
-    """The Triton kernel reads and writes what this product does. The kernel itself is not imported: it would be compiled."""
+    """The Triton kernel reads and writes what this product does. The kernel itself is not imported: it would be
+    compiled.
+    """
     self._multiply(a, b.mT, out, addend if beta else None, alpha, beta)
     return out
 
 
-def _quintic_factor(self: TritonProducts, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
+def _quintic_factor(
+    self: TritonProducts, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]
+) -> Tensor:
     """One launch, as of the kernel."""
     a, b, c = coefficients
     factor = self.symmetric(gram, gram, out, gram, alpha=c, beta=b)
@@ -161,7 +173,8 @@ class _RankRun:
         self._mesh = DeviceMesh(DEVICE.type, torch.arange(program.world).reshape(program.mesh))
         self.steady_waits: list[Finding] = []
         self._stream, self._gradient_stream = (
-            cast("torch.cuda.Stream", fake_cuda.Stream()) if makes else None for makes in (program.own_stream, program.fsdp_grads)
+            cast("torch.cuda.Stream", fake_cuda.Stream()) if makes else None
+            for makes in (program.own_stream, program.fsdp_grads)
         )
         with torch.cuda.stream(self._stream):
             generator = torch.Generator().manual_seed(1)
@@ -183,7 +196,8 @@ class _RankRun:
             stride=value.stride(),
         )
         if param.in_host:
-            twin = dtensor_like(twin, local.clone())  # as FSDP2 makes it; ``from_local`` would move it to the mesh's device
+            # as FSDP2 makes it; ``from_local`` would move it to the mesh's device
+            twin = dtensor_like(twin, local.clone())
         twin._is_param = True  # as nn.Parameter would mark it, without asking torch for the layout of a copy
         return twin.requires_grad_(True)  # type: ignore[no-any-return]
 
@@ -191,11 +205,17 @@ class _RankRun:
         program, options = self._program, dict(self._program.options)
         groups: list[dict[str, Any]] = []
         for use_muon, split in sorted({(param.use_muon, param.split or ()) for param in program.params}):
-            members = [k for k, param in enumerate(program.params) if (param.use_muon, param.split or ()) == (use_muon, split)]
+            members = [
+                k for k, param in enumerate(program.params) if (param.use_muon, param.split or ()) == (use_muon, split)
+            ]
             groups.append(self._group(members, use_muon, split))
         lr: Any = torch.full((), program.lr, device=DEVICE) if program.device_lr else program.lr
         optimizer: type[Any] = {"Muon": Muon, "DistMuon": DistMuon}[program.optimizer]
-        if program.optimizer == "Muon" and any(param.placements is None for param in program.params) and program.world > 1:
+        if (
+            program.optimizer == "Muon"
+            and any(param.placements is None for param in program.params)
+            and program.world > 1
+        ):
             options["replica_group"] = dist.group.WORLD
         return engine_muon(groups, optimizer, lr=lr, expert_keys=["experts"], **options)
 
@@ -278,7 +298,9 @@ class _RankRun:
 
     def _is_steady(self, step: int) -> bool:
         """Whether the step has nothing to prepare: no graph to capture, no new state to move."""
-        return not any(param.missing for param in self._program.params) and all(at != step for at, _ in self._program.events)
+        return not any(param.missing for param in self._program.params) and all(
+            at != step for at, _ in self._program.events
+        )
 
     def _save(self) -> None:
         if isinstance(self._optimizer, DistMuon):

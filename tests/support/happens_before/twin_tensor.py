@@ -26,8 +26,8 @@ class Block:
 class TwinTensor(Tensor):
     """Looks like a tensor of ``DEVICE``. ``host_values`` is a CPU tensor with the values, ``block`` its memory.
 
-    For C++ it is a CPU tensor, because a build of torch without CUDA cannot do anything with another one. Only an active
-    ``Recorder`` computes with it.
+    For C++ it is a CPU tensor, because a build of torch without CUDA cannot do anything with another one. Only an
+    active ``Recorder`` computes with it.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -1,4 +1,6 @@
-"""Random command lines of ``meshmuon plan``: each ends with an exit code and, unless it is 0, a sentence; none in a traceback."""
+"""Random command lines of ``meshmuon plan``: each ends with an exit code and, unless it is 0, a sentence; none in a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,40 @@ _LLAMA = {
 _MOE = {**_LLAMA, "model_type": "mixtral", "architectures": None, "num_local_experts": 4, "num_experts_per_tok": 2}
 _LAYOUT = {
     "meshes": {"main": {"shape": [2, 4], "ranks": list(range(8))}},
-    "params": {"*norm*": {"mesh": "main", "placements": ["R", "R"]}, "*": {"mesh": "main", "placements": ["R", "S(0)"]}},
+    "params": {
+        "*norm*": {"mesh": "main", "placements": ["R", "R"]},
+        "*": {"mesh": "main", "placements": ["R", "S(0)"]},
+    },
 }
 _NUMBERS = (-1, 0, 1, 0.5, 1e-320, 1e17, 1e308, 10**30, 2**40, float("nan"))
 _WRONG = (None, "", "x", "4", *_NUMBERS, True, [], {}, [1], ["x"], {"a": 1}, [[]])
-_TEXTS = ("", "x", "-", "0", "-1", "1", "7", "512k", "1.5G", "64MiB", "1e9", "nan", "inf", "9" * 400, "é", "float32", "bfloat16")
-_MESHES = ("dp_shard=8", "dp_replicate=2,dp_shard=4", "dp_shard=4,tp=2", "pp=2,dp_shard=2", "dp_shard=8,ep=4", "dp_shard=-1")
+_TEXTS = (
+    "",
+    "x",
+    "-",
+    "0",
+    "-1",
+    "1",
+    "7",
+    "512k",
+    "1.5G",
+    "64MiB",
+    "1e9",
+    "nan",
+    "inf",
+    "9" * 400,
+    "é",
+    "float32",
+    "bfloat16",
+)
+_MESHES = (
+    "dp_shard=8",
+    "dp_replicate=2,dp_shard=4",
+    "dp_shard=4,tp=2",
+    "pp=2,dp_shard=2",
+    "dp_shard=8,ep=4",
+    "dp_shard=-1",
+)
 _OF_TESTS = tuple(f"tests.tools.cli.test_plan:{name}" for name in ("build", "build_table", "plan"))
 _FOUND = ("torch.nn:Identity", "sys:exit", "sys:argv", "builtins:dict", "builtins:input")
 _MODULES = (*_OF_TESTS, *_FOUND, "os:_does_not_exist", "nowhere:x", "x", ":", "..:x", "this.is:a.test")
@@ -54,7 +84,8 @@ class Files:
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self.folder, self._rng, self._count = folder, rng, 0
-        self.sound = False  # whether the files of this line are as they should be: one that is wrong hides what comes after it
+        # whether the files of this line are as they should be: one that is wrong hides what comes after it
+        self.sound = False
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
         optimizer = Muon(get_default_muon_param_groups(model))
         model(torch.ones(2, 6)).sum().backward()
@@ -114,7 +145,10 @@ def plan_line(rng: random.Random, files: Files) -> list[str]:
     source = rng.choice(("--model", "--model", "--hf-config", "--hf-config", "--module", "--from-json"))
     words = ["plan"]
     if rng.random() < 0.25:
-        words += ["--hardware", rng.choice(("h100", "b200", "cpu", "abacus")) if rng.random() < 0.3 else files.path("--hardware")]
+        words += [
+            "--hardware",
+            rng.choice(("h100", "b200", "cpu", "abacus")) if rng.random() < 0.3 else files.path("--hardware"),
+        ]
     if rng.random() < 0.2:
         words += ["--calibration", files.path("--calibration")]
     if rng.random() < 0.97:
@@ -126,7 +160,15 @@ def plan_line(rng: random.Random, files: Files) -> list[str]:
         for _ in range(rng.choice((0, 1, 1, 1, 2)) if "--layout" in words else rng.choice((1, 1, 1, 2))):
             axes = f"{rng.choice(('dp_shard', 'tp', 'shard', 'ep'))}={rng.choice(_TEXTS)}"
             words += ["--mesh", rng.choice(_MESHES) if rng.random() < 0.85 else axes]
-    for option in ("--nodes", "--replicas", "--comm-dtype", "--param-dtype", "--momentum-dtype", "--scheme", "--memory-budget"):
+    for option in (
+        "--nodes",
+        "--replicas",
+        "--comm-dtype",
+        "--param-dtype",
+        "--momentum-dtype",
+        "--scheme",
+        "--memory-budget",
+    ):
         if rng.random() < 0.04:
             words += [option, rng.choice((*_TEXTS, "auto", "repeat", "keller", "2"))]
     for option in ("--waves-ahead", "--tokens-per-step", "--mfu"):
@@ -156,7 +198,11 @@ def bare(line: Sequence[str], capfd: pytest.CaptureFixture[str]) -> str:
     if code not in (0, 1, 2) or "Traceback" in errors:
         return f"code {code}, {errors[-200:]}"
     sentence = errors.strip().splitlines()[-1:] or [""]
-    return "" if code == 0 or "error: " in sentence[0] or sentence[0].startswith("meshmuon") else f"code {code} and {errors!r}"
+    return (
+        ""
+        if code == 0 or "error: " in sentence[0] or sentence[0].startswith("meshmuon")
+        else f"code {code} and {errors!r}"
+    )
 
 
 @pytest.mark.parametrize("part", range(_PARTS))

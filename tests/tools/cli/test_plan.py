@@ -63,7 +63,18 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_the_tables_and_the_files_say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     report, trace = tmp_path / "report.json", tmp_path / "trace.json"
     text = plan(
-        capsys, "--model", "gpt2", "--mesh", MESH, "--nodes", "2", "--json", str(report), "--trace", str(trace), "--compare"
+        capsys,
+        "--model",
+        "gpt2",
+        "--mesh",
+        MESH,
+        "--nodes",
+        "2",
+        "--json",
+        str(report),
+        "--trace",
+        str(trace),
+        "--compare",
     )
     facts = json.loads(report.read_text())
     assert facts["format"] == "meshmuon plan report"
@@ -81,7 +92,13 @@ def test_the_tables_and_the_files_say_the_same(capsys: pytest.CaptureFixture[str
     assert {row["label"] for row in facts["choices"]} >= {"as chosen", 'replicas="repeat"', "comm_dtype=float32"}
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(16))
-    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"momentum", "gather", "orthogonalise", "scatter", "adamw"}
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {
+        "momentum",
+        "gather",
+        "orthogonalise",
+        "scatter",
+        "adamw",
+    }
     longest = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
     assert longest <= facts["step"]["seconds"] * 1e6 * (1 + 1e-9)
 
@@ -105,7 +122,9 @@ def test_models_and_machines_are_listed(capsys: pytest.CaptureFixture[str]) -> N
 def test_any_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     saved = tmp_path / "model.json"
     arguments = ("--mesh", "dp_shard=4", "--hardware", "cpu", "--json", "-")
-    built = json.loads(plan(capsys, "--module", "tests.tools.cli.test_plan:build", "--save-model", str(saved), *arguments))
+    built = json.loads(
+        plan(capsys, "--module", "tests.tools.cli.test_plan:build", "--save-model", str(saved), *arguments)
+    )
     read = json.loads(plan(capsys, "--model", str(saved), *arguments))
     assert built["stages"] == read["stages"]
     assert built["model"]["matrices"] == 2  # the last linear layer is a head
@@ -124,7 +143,10 @@ def test_the_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_embd": "768"}, "cannot build a gpt2 model from it: StrictDataclassFieldValidationError: Validation error for field"),
+        (
+            {"n_embd": "768"},
+            "cannot build a gpt2 model from it: StrictDataclassFieldValidationError: Validation error for field",
+        ),
         ({"n_embd": [1]}, "Correct the value, or the key."),
         ({"n_embd": -8}, "cannot build a gpt2 model from it: "),
         ({"n_embd": 2**25, "n_head": 1, "vocab_size": 2**20}, "no parameter has more than"),
@@ -141,7 +163,9 @@ def test_a_config_of_transformers_with_a_wrong_value(
     """One sentence, and nothing of what transformers logs."""
     need("transformers")
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32} | changes))
+    path.write_text(
+        json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32} | changes)
+    )
     with pytest.raises(SystemExit) as ending:
         main(["plan", "--hf-config", str(path), "--mesh", "dp_shard=2"])
     assert ending.value.code == 2
@@ -301,7 +325,10 @@ FILES: list[tuple[str, dict[str, Any], str]] = [
     *(("--model", model_of(shape=[10**30, cols]), "w.0: no parameter has more than") for cols in (4, 0)),
     ("--model", model_of(layers={"first": 0, "last": 10**30}), "w.*: layers are numbered from 0"),
     ("--model", model_of(layers=[10**30]), "w.*: layers are numbered from 0"),
-    *(("--layout", layout({"shape": shape}), f"a mesh cannot have the shape {shape}") for shape in ([0], [], [-1], [10**30])),
+    *(
+        ("--layout", layout({"shape": shape}), f"a mesh cannot have the shape {shape}")
+        for shape in ([0], [], [-1], [10**30])
+    ),
     ("--layout", layout({"shape": [2], "ranks": [0, 10**30]}), "the ranks of the mesh [2] are not all from 0"),
     ("--layout", layout({"shape": [2]}, f"S({10**30})"), "shards a dim that"),
     *(("--layout", layout({"shape": [2]}, f"S(0, stride {n})"), "has no possible stride") for n in (0, 10**30)),
@@ -354,7 +381,9 @@ def test_saved_rates_are_those_of_the_machine(capsys: pytest.CaptureFixture[str]
     machine, rates = load_machine("h100"), Calibration.load(path)
     assert (rates.inside, rates.between, rates.device) == (machine.inside, machine.between, "cuda")
     for size in (64, 700, 4096, 10**6):
-        assert rates.orthogonalisation_rate(size) == pytest.approx(machine.rates_for("bfloat16").orthogonalisation_rate(size))
+        assert rates.orthogonalisation_rate(size) == pytest.approx(
+            machine.rates_for("bfloat16").orthogonalisation_rate(size)
+        )
     assert rates == cost_model_from(path)
     assert rates.cost_model().per_byte_between == pytest.approx(0.47 * 989e12 / 40e9)
     again = tmp_path / "again.json"

@@ -122,7 +122,9 @@ def test_learning_rates_beyond_the_best_are_tried(tmp_path: Path, capsys: pytest
 
 def test_a_returned_loss_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep("train_validated", tmp_path, "--lrs", "0.1") == 0
-    assert "Best: Muon(model, lr=0.1) with 0.2500, beside AdamW(model, lr=0.001) with 0.2500." in capsys.readouterr().out
+    assert (
+        "Best: Muon(model, lr=0.1) with 0.2500, beside AdamW(model, lr=0.001) with 0.2500." in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,9 @@ def test_a_returned_loss_counts(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("nothing", "has no function nothing."),
     ],
 )
-def test_functions_that_cannot_be_swept(function: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_that_cannot_be_swept(
+    function: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ending:
         sweep(function, tmp_path)
     assert ending.value.code == 2

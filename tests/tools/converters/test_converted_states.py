@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from meshmuon import Muon, StateError
 from meshmuon.checkpoint import convert_torch_state
 from meshmuon.migrate import convert_dion_state, convert_keller_state, convert_motif_state, convert_nanochat_state
-from tests.support.reference import KELLER, assert_moved_alike, assert_same_bits, copies, make_params, newton_schulz, run
+from tests.support.reference import (
+    KELLER,
+    assert_moved_alike,
+    assert_same_bits,
+    copies,
+    make_params,
+    newton_schulz,
+    run,
+)
 from tests.support.tensors import put
 
 MATRICES, OTHERS = ((24, 24), (48, 16), (16, 48), (24, 24)), ((5,), (40, 30))
@@ -31,7 +39,9 @@ FACTORS: dict[Any, Callable[[int, int], float]] = {
 
 
 class Theirs(torch.optim.Optimizer):
-    """Muon with momentum as a mean or, with ``is_sum``, as a sum, beside Adam with decoupled decay; float32 products."""
+    """Muon with momentum as a mean or, with ``is_sum``, as a sum, beside Adam with decoupled decay; float32
+    products.
+    """
 
     def __init__(self, params: Sequence[nn.Parameter], *, is_sum: bool, nesterov: bool, factor: Any) -> None:
         muon = {"use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
@@ -52,7 +62,9 @@ class Theirs(torch.optim.Optimizer):
     def _muon(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
         mu, fresh = group["momentum"], self._fresh * grad
         buffer = state["momentum_buffer"] = mu * state.get("momentum_buffer", torch.zeros_like(grad)) + fresh
-        return self._factor(*grad.shape) * newton_schulz(fresh + mu * buffer if group["nesterov"] else buffer, [KELLER] * 5)
+        return self._factor(*grad.shape) * newton_schulz(
+            fresh + mu * buffer if group["nesterov"] else buffer, [KELLER] * 5
+        )
 
     def _adam(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
         state["step"] = step = state.get("step", 0) + 1
@@ -70,7 +82,10 @@ def as_keller(optimizer: Theirs, world: int = 1) -> Any:
         return whole
     muons = whole["param_groups"][1]["params"]
     return [
-        {**whole, "state": {k: e for k, e in whole["state"].items() if k not in muons or muons.index(k) % world == rank}}
+        {
+            **whole,
+            "state": {k: e for k, e in whole["state"].items() if k not in muons or muons.index(k) % world == rank},
+        }
         for rank in range(world)
     ]
 
@@ -98,14 +113,20 @@ def as_nanochat(optimizer: Theirs, world: int = 2) -> list[dict[str, Any]]:
 
 
 def as_dion(optimizer: Theirs, adjust_lr: str | None = "rms_norm", *, counts_on_device: bool = True) -> dict[str, Any]:
-    """The state as dion's ``Muon`` saves it: ``momentum`` for both kinds, ``variance``, steps per group or on the device."""
+    """The state as dion's ``Muon`` saves it: ``momentum`` for both kinds, ``variance``, steps per group or on the
+    device.
+    """
     whole = optimizer.state_dict()
     groups, state = [], {}
     for group in whole["param_groups"]:
         algorithm = "muon" if group["use_muon"] else "adamw"
         (beta1, beta2), mu = group.get("betas", (0.9, 0.95)), group.get("momentum", 0.95)
         options = {"mu": mu, "beta1": beta1, "beta2": beta2, "epsilon": group.get("eps", 1e-8), "cautious_wd": False}
-        options |= {"lr": torch.tensor(group["lr"], dtype=torch.float64), "weight_decay": group["weight_decay"], "flatten": False}
+        options |= {
+            "lr": torch.tensor(group["lr"], dtype=torch.float64),
+            "weight_decay": group["weight_decay"],
+            "flatten": False,
+        }
         options |= {"nesterov": group.get("nesterov", False), "adjust_lr": adjust_lr, "algorithm": algorithm, "step": 5}
         groups.append({**options, "params": group["params"]})
         for key in group["params"]:
@@ -119,13 +140,19 @@ def as_dion(optimizer: Theirs, adjust_lr: str | None = "rms_norm", *, counts_on_
 
 
 def as_motif(optimizer: Theirs) -> dict[str, Any]:
-    """The state as Motif's ``Muon`` saves it: torch's name for momentum, ``moment1`` and ``moment2``, names of matrices only."""
+    """The state as Motif's ``Muon`` saves it: torch's name for momentum, ``moment1`` and ``moment2``, names of
+    matrices only.
+    """
     whole = optimizer.state_dict()
     groups, state = [], {}
     for group in whole["param_groups"]:
         options = {key: group[key] for key in ("lr", "weight_decay", "use_muon", "params")}
         options |= {"momentum": group.get("momentum", 0.95), "nesterov": group.get("nesterov", True), "ns_steps": 5}
-        options |= {"adamw_betas": group.get("betas", (0.9, 0.95)), "adamw_eps": group.get("eps", 1e-8), "none_grad": True}
+        options |= {
+            "adamw_betas": group.get("betas", (0.9, 0.95)),
+            "adamw_eps": group.get("eps", 1e-8),
+            "none_grad": True,
+        }
         groups.append({**options, "names": NAMES[:M]} if group["use_muon"] else options)
         for key in group["params"]:
             entry = whole["state"][key]
@@ -165,7 +192,10 @@ def dion_case(adjust_lr: str | None, nesterov: bool, counts_on_device: bool) -> 
 CASES = {
     "keller": Case(convert_keller_state, as_keller, THEIR_NAMES, MEAN, {}),
     "keller on 2": Case(convert_keller_state, partial(as_keller, world=2), THEIR_NAMES, MEAN, {}),
-    **{f"nanochat on {n}": Case(convert_nanochat_state, partial(as_nanochat, world=n), GROUPED_NAMES, MEAN) for n in (1, 2, 4)},
+    **{
+        f"nanochat on {n}": Case(convert_nanochat_state, partial(as_nanochat, world=n), GROUPED_NAMES, MEAN)
+        for n in (1, 2, 4)
+    },
     "motif": Case(convert_motif_state, as_motif, ours={**OWN_SCHEME, "lr": 0.03, "adjust_lr_fn": "original"}),
     "dion": dion_case("rms_norm", True, True),
     "dion, spectral": dion_case("spectral_norm", False, False),
@@ -229,7 +259,9 @@ def test_options_of_dions_groups() -> None:
         group |= {"initial_lr": torch.tensor(0.5, dtype=torch.float64), "maximize": True, "cautious_wd": True}
     converted = convert_dion_state(ours(params), state, THEIR_NAMES)["param_groups"]
     assert [(group["maximize"], group["cautious_weight_decay"]) for group in converted] == [(True, True), (True, False)]
-    assert {(type(group["lr"]), type(group["initial_lr"]), group["initial_lr"]) for group in converted} == {(float, float, 0.5)}
+    assert {(type(group["lr"]), type(group["initial_lr"]), group["initial_lr"]) for group in converted} == {
+        (float, float, 0.5)
+    }
 
 
 # Edits of states, in which ``norm.bias`` has key 0 and ``a.weight`` key 2.
@@ -250,22 +282,43 @@ REFUSALS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("keller on 2", lambda ranks: ranks[0], r"b\.weight has no state on the 1 rank.*pass the states of all ranks"),
     ("keller", lambda state: [], "states is empty"),
     ("keller on 2", put(1, "param_groups", value=[]), "rank 1 has other param groups"),
-    *(("keller", wrong, "which is not a state_dict of Keller") for wrong in (lambda s: 3, lambda s: [s, {}], lambda s: {"o": s})),
-    ("keller", put("state", 0, value={"exp_avg": 1}), r"norm\.bias: step is None in its saved state, which has \['exp_avg'\]"),
+    *(
+        ("keller", wrong, "which is not a state_dict of Keller")
+        for wrong in (lambda s: 3, lambda s: [s, {}], lambda s: {"o": s})
+    ),
+    (
+        "keller",
+        put("state", 0, value={"exp_avg": 1}),
+        r"norm\.bias: step is None in its saved state, which has \['exp_avg'\]",
+    ),
     ("nanochat on 2", lambda ranks: ranks[:1], r"table\.weight: exp_avg of 1 rank\(s\) has shape \(20, 30\)"),
-    ("nanochat on 2", more_ranks, r"a\.weight: 2 momenta over 4 rank\(s\) are 1 per rank, the states have \[1, 1, 0, 0\]"),
+    (
+        "nanochat on 2",
+        more_ranks,
+        r"a\.weight: 2 momenta over 4 rank\(s\) are 1 per rank, the states have \[1, 1, 0, 0\]",
+    ),
     ("nanochat on 2", put(1, "state", value={}), "some ranks only"),
     ("nanochat on 2", put(1, "state", 0, "step"), r"norm\.bias: step is None in its saved state"),
     ("nanochat on 1", put(0, "param_groups", 0, "kind"), rf"{NOT_SAVED} \(KeyError: 'kind'\)"),
     ("dion", put("param_groups", 0, "algorithm", value="lion"), "algorithm='lion'"),
     ("dion", cautious, "AdamW with cautious_wd=True"),
-    ("dion", put("param_groups", 1, "adjust_lr", value="foo"), "adjust_lr='foo'; convert_dion_state knows None, 'spectral_norm'"),
+    (
+        "dion",
+        put("param_groups", 1, "adjust_lr", value="foo"),
+        "adjust_lr='foo'; convert_dion_state knows None, 'spectral_norm'",
+    ),
     ("dion", put("param_groups", 0, "step"), rf"{NOT_SAVED} \(KeyError: 'step'\)"),
     ("motif", put("param_groups", 1, "momentum"), rf"{NOT_SAVED} \(KeyError: 'momentum'\)"),
     *(("dion", put("state", 0, key), rf"norm\.bias: {key} is None in its saved") for key in ("momentum", "variance")),
-    *(("motif", put("state", 0, key), rf"norm\.bias: {key} is None in its saved") for key in ("step", "moment1", "moment2")),
+    *(
+        ("motif", put("state", 0, key), rf"norm\.bias: {key} is None in its saved")
+        for key in ("step", "moment1", "moment2")
+    ),
     *(("dion", put("state", 2, value=v), r"a\.weight: momentum is ") for v in ({"other": 1}, {"momentum": [1.0]})),
-    *(("motif", wrong, "which is not a state_dict of Motif") for wrong in (lambda s: s["state"], lambda s: [s], lambda s: None)),
+    *(
+        ("motif", wrong, "which is not a state_dict of Motif")
+        for wrong in (lambda s: s["state"], lambda s: [s], lambda s: None)
+    ),
 ]
 
 
@@ -281,7 +334,9 @@ def test_names_that_are_not_theirs_are_refused() -> None:
     params, _, state = CASES["motif"].saved()
     muon = ours(params)
     for names in (3, "abcdef", set(THEIR_NAMES), [1, 2, 3, 4, 5, 6], THEIR_NAMES[1:], [*THEIR_NAMES[1:], "a.weight"]):
-        with pytest.raises(StateError, match=r"names=.* must be the list of the names of the saved optimizer's 6 parameters"):
+        with pytest.raises(
+            StateError, match=r"names=.* must be the list of the names of the saved optimizer's 6 parameters"
+        ):
             convert_motif_state(muon, state, names)  # type: ignore[arg-type]
     with pytest.raises(StateError, match=r"not all groups of the saved state have names.*pass names="):
         convert_motif_state(muon, state)

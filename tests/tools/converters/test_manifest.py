@@ -45,7 +45,9 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 def test_writing_again_describes_the_same_files(saved: Path) -> None:
     """The manifest is no part of what it describes, nor is what a crash left of one."""
     before = (saved / MANIFEST).read_bytes()
-    assert {name: file["bytes"] for name, file in json.loads(before)["files"].items()} == {k: len(v) for k, v in FILES.items()}
+    assert {name: file["bytes"] for name, file in json.loads(before)["files"].items()} == {
+        k: len(v) for k, v in FILES.items()
+    }
     (saved / f"{MANIFEST}.tmp").write_text("half a mani")
     verify(saved)
     assert write_manifest(saved) == saved / MANIFEST
@@ -61,11 +63,20 @@ def replace_in(place: Path, old: str, new: str) -> None:
 BITS = ((0, 0), (5000, 3), (10239, 7))
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda place: (place / "__0_0.distcp").unlink(), "__0_0.distcp is missing (10240 bytes)"),
-    *((lambda place, at=at: flip(place / "__0_0.distcp", *at), "__0_0.distcp has changed: expected SHA-256") for at in BITS),
+    *(
+        (lambda place, at=at: flip(place / "__0_0.distcp", *at), "__0_0.distcp has changed: expected SHA-256")
+        for at in BITS
+    ),
     (lambda place: flip(place / "model/part", 0), "model/part has changed"),
-    (lambda place: os.truncate(place / "__0_0.distcp", 4000), "__0_0.distcp is truncated: expected 10240 bytes, found 4000"),
+    (
+        lambda place: os.truncate(place / "__0_0.distcp", 4000),
+        "__0_0.distcp is truncated: expected 10240 bytes, found 4000",
+    ),
     (lambda place: os.truncate(place / "model/part", 0), "model/part is truncated: expected 1 bytes, found 0"),
-    (lambda place: (place / "model/empty").write_text("ab"), "model/empty is longer than it was: expected 0 bytes, found 2"),
+    (
+        lambda place: (place / "model/empty").write_text("ab"),
+        "model/empty is longer than it was: expected 0 bytes, found 2",
+    ),
     (lambda place: (place / "model/new").write_text(""), "model/new is extra: it was not there"),
     (lambda place: (place / MANIFEST).unlink(), f"has no manifest ({MANIFEST})"),
     (lambda place: os.truncate(place / MANIFEST, 100), f"{MANIFEST} is damaged"),
@@ -96,7 +107,16 @@ def test_all_damage_is_told_at_once(saved: Path) -> None:
 
 
 RECORD = {"bytes": 1, "sha256": "0"}
-WRONG: list[Any] = [[], 3, "text", {"a": 1}, {"a": {}}, {"a": {**RECORD, "bytes": "x"}}, {"a": {**RECORD, "bytes": None}}, None]
+WRONG: list[Any] = [
+    [],
+    3,
+    "text",
+    {"a": 1},
+    {"a": {}},
+    {"a": {**RECORD, "bytes": "x"}},
+    {"a": {**RECORD, "bytes": None}},
+    None,
+]
 
 
 def test_a_manifest_of_another_structure(saved: Path) -> None:
@@ -145,7 +165,9 @@ def test_a_file_that_is_still_being_written(saved: Path) -> None:
         with (saved / "__0_0.distcp").open("ab") as file:
             file.write(b"more")
 
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp had 10240 bytes and has \d+ now: it is still being written"):
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp had 10240 bytes and has \d+ now: it is still being written"
+    ):
         write_manifest(saved, progress=write_on)
     assert (saved / MANIFEST).read_bytes() == before
 

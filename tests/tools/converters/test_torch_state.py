@@ -61,7 +61,13 @@ def ours(params: Sequence[nn.Parameter], **options: Any) -> Muon:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"nesterov": False, "adjust_lr_fn": "original", "weight_decay": 0.0},
-    {"momentum": 0.5, "ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7, "adjust_lr_fn": "match_rms_adamw", "lr": 0.01},
+    {
+        "momentum": 0.5,
+        "ns_coefficients": (2.0, -1.5, 0.5),
+        "ns_steps": 7,
+        "adjust_lr_fn": "match_rms_adamw",
+        "lr": 0.01,
+    },
     {"momentum": 0.0, "weight_decay": 0.3},
 ]
 
@@ -98,7 +104,9 @@ def test_the_momentum_in_another_dtype() -> None:
     assert not optimizer.state, "converting changes nothing"
     optimizer.load_state_dict(converted)
     muon_state["state"][1]["momentum_buffer"].zero_()
-    assert optimizer.state[optimizer.param_groups[0]["params"][1]]["momentum_buffer"].any(), "shares memory with torch's"
+    assert optimizer.state[optimizer.param_groups[0]["params"][1]]["momentum_buffer"].any(), (
+        "shares memory with torch's"
+    )
 
 
 def test_parameters_without_a_gradient_and_frozen_ones() -> None:
@@ -125,9 +133,13 @@ def test_sharded_parameters() -> None:
         mesh = init_device_mesh("cpu", (2,))
 
         def cut(tensors: Sequence[Tensor]) -> list[Any]:
-            return [distribute_tensor(value.detach().clone(), mesh, [Shard(0)], src_data_rank=None) for value in tensors]
+            return [
+                distribute_tensor(value.detach().clone(), mesh, [Shard(0)], src_data_rank=None) for value in tensors
+            ]
 
-        def stepped(params: list[nn.Parameter], first: Sequence[Tensor], second: Sequence[Tensor]) -> list[nn.Parameter]:
+        def stepped(
+            params: list[nn.Parameter], first: Sequence[Tensor], second: Sequence[Tensor]
+        ) -> list[nn.Parameter]:
             set_gradients(params, first)
             pair = Pair(params)
             pair.adamw.step()
@@ -157,7 +169,12 @@ AMSGRAD, COUPLED = {"amsgrad": True}, {"decoupled_weight_decay": False, "weight_
 REFUSALS: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (None, {"named": False}, {}, r"not all groups of the saved state have names.*pass muon_names="),
     (None, {"adamw": AMSGRAD}, {}, r"norm\.bias: its state is from AdamW with amsgrad=True"),
-    (lambda m, a: (m, {**a, "param_groups": [a["param_groups"][0] | COUPLED]}), {}, {}, r"norm\.bias: its state is from Adam"),
+    (
+        lambda m, a: (m, {**a, "param_groups": [a["param_groups"][0] | COUPLED]}),
+        {},
+        {},
+        r"norm\.bias: its state is from Adam",
+    ),
     (lambda m, a: (m, None), {}, {}, r"norm\.bias is in neither state"),
     (lambda m, a: (None, a), {}, {}, r"a\.weight is in neither state"),
     (
@@ -167,8 +184,18 @@ REFUSALS: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         r"not what the other optimizer saves \(KeyError: 'ns_steps'\): it is not whole, or the state of",
     ),
     (lambda m, a: (3, a), {}, {}, r"the saved state is a int, which is not a state_dict of torch\.optim\.Muon"),
-    (stepped_differently, {}, {}, r"a\.weight was stepped with lr=0\.1, b\.weight with 0\.2, but here they are in one group"),
-    (None, {}, {"muon_names": NAMES[:3]}, r"muon_names=.* must be the list of the names of the saved optimizer's 4 parameters"),
+    (
+        stepped_differently,
+        {},
+        {},
+        r"a\.weight was stepped with lr=0\.1, b\.weight with 0\.2, but here they are in one group",
+    ),
+    (
+        None,
+        {},
+        {"muon_names": NAMES[:3]},
+        r"muon_names=.* must be the list of the names of the saved optimizer's 4 parameters",
+    ),
     (None, {}, {"muon_names": [*NAMES[:3], "typo"]}, r"d\.weight is in neither state"),
     (None, {}, {"adamw_names": ["norm.bias", "a.weight"]}, r"a\.weight is in the states of both"),
 ]
@@ -185,10 +212,14 @@ def test_what_cannot_be_converted(change: Any, options: dict[str, Any], names: d
 
 
 def test_groups_are_the_optimizers_own() -> None:
-    """Each takes the options that its parameters were stepped with; state of a parameter that it does not have is refused."""
+    """Each takes the options that its parameters were stepped with; state of a parameter that it does not have is
+    refused.
+    """
     theirs = make_params(*SHAPES[:2])
     muon = torch.optim.Muon([{"params": [(NAMES[k], theirs[k])], "lr": 0.1 * (k + 1)} for k in range(2)])
-    apart = Muon([{"params": [param], "names": [name], "use_muon": True} for name, param in zip(NAMES, theirs, strict=False)])
+    apart = Muon(
+        [{"params": [param], "names": [name], "use_muon": True} for name, param in zip(NAMES, theirs, strict=False)]
+    )
     apart.load_state_dict(convert_torch_state(apart, muon.state_dict(), None))
     assert [group["lr"] for group in apart.param_groups] == [0.1, 0.2]
     with pytest.raises(StateError, match=r"extra has state but is not one of the optimizer's parameters"):

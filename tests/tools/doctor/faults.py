@@ -115,7 +115,9 @@ def wrong_exchange(folder: Path) -> Any:
 
 
 class Clock:
-    """Stands in for ``time`` where links are measured: a link takes as long as the test says, whatever the machine does."""
+    """Stands in for ``time`` where links are measured: a link takes as long as the test says, whatever the machine
+    does.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -140,7 +142,10 @@ def slow_link(peers: frozenset[int] = frozenset()) -> Any:
 
 FAULTS: dict[str, Fault] = {
     "": lambda folder: nullcontext(),
-    **{made.__name__: made for made in (broken_kernel, wrong_exchange, raises_in_a_step, dies_in_an_exchange, misses_rank_0)},
+    **{
+        made.__name__: made
+        for made in (broken_kernel, wrong_exchange, raises_in_a_step, dies_in_an_exchange, misses_rank_0)
+    },
     **{made.__name__: made for made in (stalls_in_a_step, misses_a_rank_in_a_step)},
     "quick links": lambda folder: slow_link(),
     "slow link to 1": lambda folder: slow_link(frozenset({1})),
@@ -167,20 +172,27 @@ class Ended:
         return next(check for check in self.report["checks"] if check["name"] == name)
 
 
-def doctor_rank(rank: int, folder: Path, faults: dict[int, str], options: DoctorOptions, nodes: tuple[str, ...] = ()) -> Ended:
+def doctor_rank(
+    rank: int, folder: Path, faults: dict[int, str], options: DoctorOptions, nodes: tuple[str, ...] = ()
+) -> Ended:
     """One rank of a doctor in a process group that exists already."""
     world, written = dist.get_world_size(), folder / "report.json"
     store = FileStore(str(folder / "control"), world)
     stream, errors = io.StringIO(), io.StringIO()
     options = replace(options, json_file=written, folder=folder / "checkpoints")
     context = Context(options, rank, world, store, torch.device("cpu"), nodes[rank] if nodes else "node")
-    # Ranks that wait for others look more often, and links are measured less often, so that tests are short. A rank that is only
-    # slow must not be taken for dead.
+    # Ranks that wait for others look more often, and links are measured less often, so that tests are short. A rank
+    # that is only slow must not be taken for dead.
     farewell = 1.0 if "dies_in_an_exchange" in faults.values() else 100.0
     hasty = patch.multiple(
         runner, _LOOK_EVERY=0.05, _AFTER_AN_ERROR=1.5, _FAREWELL=farewell, _LATE_VERDICT=100.0, _LETTING_GO=5.0
     )
-    with hasty, patch.object(measurements, "_REPEATS", 2), FAULTS[faults.get(rank, "")](folder), redirect_stderr(errors):
+    with (
+        hasty,
+        patch.object(measurements, "_REPEATS", 2),
+        FAULTS[faults.get(rank, "")](folder),
+        redirect_stderr(errors),
+    ):
         code = run_doctor(context, stream)
     report = json.loads(written.read_text()) if rank == 0 else {}
     return Ended(code, stream.getvalue(), errors.getvalue(), report)

@@ -27,7 +27,9 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 def test_one_process_in_a_pipe(tmp_path: Path) -> None:
     """Plain text without a terminal's codes; the JSON has the same; the exit code is 0."""
     written = tmp_path / "report.json"
-    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    environment = {
+        name: value for name, value in ENVIRONMENT.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+    }
     command = [sys.executable, "-m", "meshmuon", "doctor", "--only", "products,pairs", "--json", str(written)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,11 +91,26 @@ def test_a_whole_quick_run_on_two_ranks(tmp_path: Path) -> None:
 def test_a_rank_that_dies_under_torchrun(tmp_path: Path) -> None:
     """torchrun terminates rank 0 at once; it still reports, and names the rank that is gone. No process is left."""
     script = str(Path(__file__).parent / "faulty_rank.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        "--standalone",
+    ]
     arguments = ["dies_in_an_exchange", "1", str(tmp_path), "doctor", "--only", "ragged,distmuon"]
     arguments += ["--json", str(tmp_path / "report.json")]
     done = subprocess.run(
-        [*launcher, script, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
+        [*launcher, script, *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 1
     assert "✘ ragged" in done.stdout
@@ -114,9 +131,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
-SECOND = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"  # of two ranks, whose store is not there
+# of two ranks, whose store is not there
+SECOND = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"
 BACKEND = (
-    "does not move the memory of cpu, and the ranks are there. Leave it out, or write one of those that this torch has (gloo"
+    "does not move the memory of cpu, and the ranks are there. Leave it out, or write one of those that this torch "
+    "has (gloo"
 )
 REFUSALS: list[tuple[str, list[str], str]] = [
     ("", ["physician"], "invalid choice"),
@@ -148,7 +167,9 @@ REFUSALS: list[tuple[str, list[str], str]] = [
             "--shapes 0x8": "'0x8' must be rows and columns",
             "--only ,": "argument --only: it names no check",
             "--json -": "the tables go to standard output. Name a file",
-            "--json no/file": "cannot be written: No such file or directory. Name a file in a folder that you may write to",
+            "--json no/file": (
+                "cannot be written: No such file or directory. Name a file in a folder that you may write to"
+            ),
             "--save .": "cannot be written: Is a directory",
             f"--save {'n' * 300}": "cannot be written: File name too long",
         }.items()
@@ -196,7 +217,9 @@ def closed_pipe() -> TextIO:
     return os.fdopen(writer, "w")
 
 
-def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_reader_that_has_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """The checks run to their end and the file is written; the exit code tells that the report was cut off."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)

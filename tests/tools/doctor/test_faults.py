@@ -1,4 +1,6 @@
-"""Ranks with faults, as real processes: each fault ends in the right ✘ or figure, on every rank with exit code 1, and soon."""
+"""Ranks with faults, as real processes: each fault ends in the right ✘ or figure, on every rank with exit code 1,
+and soon.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_a_broken_kernel(tmp_path: Path) -> None:
     first, second = ended(run(2, tmp_path, {1: "broken_kernel"}, options))
     assert (first.code, second.code) == (1, 1)
     assert first.status("products") == first.status("orthogonalisation") == "failed"
-    assert first.detail("products").startswith("rank 1: the symmetric product of 2×33×47 in float32 differs from torch by")
+    assert first.detail("products").startswith(
+        "rank 1: the symmetric product of 2×33×47 in float32 differs from torch by"
+    )
     assert "a kernel gives wrong results" in first.check("products")["advice"]
     assert "rank 0" not in first.detail("products")
     assert first.status("pairs") == "passed"
@@ -77,7 +81,9 @@ def test_rank_0_is_dead(tmp_path: Path) -> None:
 
 
 def test_a_stalled_rank(tmp_path: Path) -> None:
-    """The others time out; the report names the phase and the function that the stalled rank is in, and all processes end."""
+    """The others time out; the report names the phase and the function that the stalled rank is in, and all
+    processes end.
+    """
     faults = {0: "misses_a_rank_in_a_step", 1: "stalls_in_a_step"}
     options = DoctorOptions(only=("distmuon", "stress"), limit=LIMIT)
     first, stalled = ended(run(2, tmp_path, faults, options))

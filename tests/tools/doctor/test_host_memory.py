@@ -44,7 +44,8 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_with_fsdp2_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a mesh of CPUs, where the policy changes no device: that models, passes and comparison fit together."""
-    monkeypatch.setattr(fsdp, "CPUOffloadPolicy", partial(fsdp.CPUOffloadPolicy, pin_memory=False))  # only a GPU pins memory
+    # only a GPU pins memory
+    monkeypatch.setattr(fsdp, "CPUOffloadPolicy", partial(fsdp.CPUOffloadPolicy, pin_memory=False))
     finding = with_and_without_offload(context_on(CPU))
     assert not finding.problems
     assert finding.detail == "FSDP2 with CPUOffloadPolicy on 1: the bits of weights on the device after 3 steps"
@@ -60,7 +61,12 @@ def on_twins(*, offloads: bool = True) -> list[Finding]:
             def parameter(value: Tensor, *, in_host: bool) -> nn.Parameter:
                 local = torch.tensor_split(value, [-(-len(value) // 2)])[rank]
                 twin: Any = DTensor.from_local(
-                    recorder.on_device(local), mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride()
+                    recorder.on_device(local),
+                    mesh,
+                    [Shard(0)],
+                    run_check=False,
+                    shape=value.shape,
+                    stride=value.stride(),
                 )
                 twin = dtensor_like(twin, local.clone()) if in_host else twin
                 twin._is_param = True

@@ -125,7 +125,9 @@ def test_each_product_is_checked(name: str, called: set[str]) -> None:
 
 @pytest.mark.parametrize(("error", "seen"), [(0.0, False), (0.05, True)])
 def test_where_bits_may_differ_the_derived_bound_decides(error: float, seen: bool) -> None:
-    """As on a GPU: the comparison adds up what the rounding of each step allows. A twentieth of the way is more than that."""
+    """As on a GPU: the comparison adds up what the rounding of each step allows. A twentieth of the way is more
+    than that.
+    """
     context = context_of()
     shapes = {"a": (24, 24), "experts": (2, 12, 20), "bias": (7,)}
     whole, other = ({name: nn.Parameter(seeded(shape, 1)) for name, shape in shapes.items()} for _ in range(2))
@@ -263,7 +265,9 @@ def test_the_slower_end_of_a_pair_counts() -> None:
         link = {"bytes_per_second": 1e9, "seconds": 1e-3}
         return {"pairs": {peer: (t / 10, t) for peer, t in pairs.items()}, "exchange": link, "exchange_cpu_share": 0.5}
 
-    summary = summarise_links(context, [of_rank({1: 1.0, 2: 2.0}), of_rank({0: 3.0, 2: 20.0}), of_rank({0: 2.0, 1: 2.0})])
+    summary = summarise_links(
+        context, [of_rank({1: 1.0, 2: 2.0}), of_rank({0: 3.0, 2: 20.0}), of_rank({0: 2.0, 1: 2.0})]
+    )
     assert summary.figures["inside"] == {"bytes_per_second": 4 * 2**20 / 3.0, "seconds": 0.3}
     assert summary.figures["between"]["bytes_per_second"] == pytest.approx(4 * 2**20 / 11.0)
     assert summary.figures["slowest_pair"]["ranks"] == [1, 2]
@@ -311,7 +315,8 @@ def test_a_remark_on_slow_bfloat16(device: str, float32: float, bfloat16: float,
 
 
 @pytest.mark.parametrize(
-    ("ratio", "words"), [(0.45, "the rates above were measured while"), (1.0, ""), (2.4, "something else slowed the step")]
+    ("ratio", "words"),
+    [(0.45, "the rates above were measured while"), (1.0, ""), (2.4, "something else slowed the step")],
 )
 def test_a_remark_on_a_step_that_is_not_as_predicted(ratio: float, words: str) -> None:
     text = measurements.remark_on_prediction(ratio)
@@ -321,7 +326,9 @@ def test_a_remark_on_a_step_that_is_not_as_predicted(ratio: float, words: str) -
 
 def test_a_slow_rank_is_remarked_on() -> None:
     def detail(*rates: float) -> str:
-        by_rank = [{kind: {("float32", 128): rate} for kind in KINDS} | {"elementwise": {"copy": 1e-9}} for rate in rates]
+        by_rank = [
+            {kind: {("float32", 128): rate} for kind in KINDS} | {"elementwise": {"copy": 1e-9}} for rate in rates
+        ]
         return measurements.summarise_rates(context_of(len(rates)), by_rank).detail
 
     assert ["look at its clock" in detail(1e9, 1e9, slow) for slow in (9e8, 5e8)] == [False, True]

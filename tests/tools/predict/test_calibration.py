@@ -42,7 +42,12 @@ def written(folder: Path, content: Any) -> Path:
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     alone = replace(MEASURED, between=None, inside=None)
-    for calibration in (MEASURED, alone, replace(MEASURED, exchange_cpu_share=0.25), replace(MEASURED, seconds_per_peer=1e-6)):
+    for calibration in (
+        MEASURED,
+        alone,
+        replace(MEASURED, exchange_cpu_share=0.25),
+        replace(MEASURED, seconds_per_peer=1e-6),
+    ):
         assert Calibration.load(written(tmp_path, calibration.to_json())) == calibration
     assert "seconds_per_peer" not in MEASURED.to_json()
     report = {"format": "meshmuon doctor", "calibration": MEASURED.to_json()}
@@ -78,14 +83,21 @@ OF_PLANS: list[tuple[Any, str]] = [
         changed(orthogonalisation=[RATE | {"flops_per_second": 0}]),
         rf"\[0\].flops_per_second is 0 and {POSITIVE}",
     ),
-    (changed(orthogonalisation=[RATE | {"size": 0}]), rf"its orthogonalisation\[0\].size is 0 and {WHOLE} from 1 to 2147483648"),
+    (
+        changed(orthogonalisation=[RATE | {"size": 0}]),
+        rf"its orthogonalisation\[0\].size is 0 and {WHOLE} from 1 to 2147483648",
+    ),
     (changed(exchange="fast"), "its exchange is 'fast' and must be a link or null"),
     (changed(exchange=[1, 2]), r"its exchange is \[1, 2\] and must be a link or null"),
     (changed(exchange=None), "it was measured on one rank and knows no link between ranks"),
     (changed(exchange=LINK | {"bytes_per_second": math.inf}), "its exchange.bytes_per_second is inf"),
     (changed(exchange=LINK | {"bytes_per_second": 1e-300}), "is 1e-300 and must be between 1e-15 and 1e\\+24"),
     (
-        changed(between=None, exchange=LINK | {"bytes_per_second": 1e-9}, orthogonalisation=[RATE | {"flops_per_second": 1e23}]),
+        changed(
+            between=None,
+            exchange=LINK | {"bytes_per_second": 1e-9},
+            orthogonalisation=[RATE | {"flops_per_second": 1e23}],
+        ),
         "flops_per_byte=.* must be a number",
     ),
 ]
@@ -122,7 +134,9 @@ def test_a_file_that_predictions_cannot_use_is_refused(fields: dict[str, Any], t
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^cost_model='.*none.json': it cannot be read: No such file.*doctor --save FILE"):
+    with pytest.raises(
+        ConfigError, match=r"^cost_model='.*none.json': it cannot be read: No such file.*doctor --save FILE"
+    ):
         cost_model_from(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="it cannot be read: Is a directory"):
         cost_model_from(tmp_path)
@@ -130,11 +144,15 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [1, 1.5, True, b"file", "", ["file"]])
 def test_anything_else_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^cost_model=.* must be a CostModel, the name of a calibration file, or None"):
+    with pytest.raises(
+        ConfigError, match=r"^cost_model=.* must be a CostModel, the name of a calibration file, or None"
+    ):
         cost_model_from(value)
 
 
-@pytest.mark.parametrize("numbers", [(-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf), ("1", 1.0), (True, 1.0)])
+@pytest.mark.parametrize(
+    "numbers", [(-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf), ("1", 1.0), (True, 1.0)]
+)
 def test_cost_models_that_no_plan_could_use(numbers: Any) -> None:
     with pytest.raises(ConfigError, match="CostModel: flops_per_"):
         CostModel(*numbers)
@@ -148,17 +166,28 @@ def test_rates_between_two_sizes() -> None:
 def test_the_nearest_shape_that_was_measured_counts(tmp_path: Path) -> None:
     """Square matrices count as measured at every size: 100 × 400 is as far from 400 × 400 as it is long."""
     shapes = (Rate("float32", 128, 3e10, 256), *MEASURED.orthogonalisation, Rate("float32", 2048, 9e10, 8192))
-    calibration = replace(MEASURED, orthogonalisation=shapes, alone=(Rate("float32", 128, 2e10, 256), Rate("float32", 256, 8e9)))
+    calibration = replace(
+        MEASURED, orthogonalisation=shapes, alone=(Rate("float32", 128, 2e10, 256), Rate("float32", 256, 8e9))
+    )
     assert Calibration.load(written(tmp_path, calibration.to_json())) == calibration
     assert calibration.cost_model() == MEASURED.cost_model()  # of square matrices alone
-    expected = {(128, 256): 3e10, (100, 300): 3e10, (128, 128): 1e10, (512, 512): 2e10, (1024, 8192): 9e10, (0, 8): 1e10}
+    expected = {
+        (128, 256): 3e10,
+        (100, 300): 3e10,
+        (128, 128): 1e10,
+        (512, 512): 2e10,
+        (1024, 8192): 9e10,
+        (0, 8): 1e10,
+    }
     assert {sides: calibration.orthogonalisation_rate(*sides) for sides in expected} == pytest.approx(expected)
     assert [calibration.rate_alone(128, 256), calibration.rate_alone(1024)] == [2e10, 8e9]
     of_shapes_alone = replace(MEASURED, orthogonalisation=shapes[:1])
     assert of_shapes_alone.orthogonalisation_rate(512) == 3e10
 
 
-@pytest.mark.parametrize(("shape", "count", "seconds"), [((256, 128), 1, 0.25), ((256, 128), 4, 0.55), ((256, 256), 4, 0.4)])
+@pytest.mark.parametrize(
+    ("shape", "count", "seconds"), [((256, 128), 1, 0.25), ((256, 128), 4, 0.55), ((256, 256), 4, 0.4)]
+)
 def test_a_batch_takes_a_single_matrix_and_the_others(shape: tuple[int, int], count: int, seconds: float) -> None:
     rates = (Rate("float32", 128, 1e10, 256), Rate("float32", 256, 1e10))
     calibration = replace(MEASURED, orthogonalisation=rates, alone=(Rate("float32", 128, 4e9, 256), *rates[1:]))
@@ -174,7 +203,8 @@ def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
     plan = make_plan(params, options_for(cost=MEASURED.cost_model(), chunk_size=2))
     assert len(plan.wave_lanes) == 1
     prediction, piece = predict(plan, replace(MEASURED, between=None)), 2**20 // 4
-    # An owner receives three pieces of its matrix and sends one of the other, and the other way round. Cores do both in turn.
+    # An owner receives three pieces of its matrix and sends one of the other, and the other way round. Cores do both in
+    # turn.
     moved = (3 + 1) / 2 * 2 * piece
     assert prediction.seconds_by_kind == pytest.approx(
         {
@@ -187,7 +217,8 @@ def test_a_prediction_is_the_sum_over_the_slowest_rank() -> None:
         }
     )
     assert prediction.seconds == pytest.approx(sum(prediction.seconds_by_kind.values()))
-    assert predict(plan, MEASURED).seconds_by_kind["gather"] == pytest.approx(1e-5 + moved / 2e9)  # one of several nodes
+    # one of several nodes
+    assert predict(plan, MEASURED).seconds_by_kind["gather"] == pytest.approx(1e-5 + moved / 2e9)
 
 
 def test_an_exchange_takes_the_time_of_cores_alone() -> None:
@@ -199,11 +230,17 @@ def test_an_exchange_takes_the_time_of_cores_alone() -> None:
 
 def test_predictions_have_the_copies_of_the_slowest_rank() -> None:
     calibration = replace(MEASURED, copies=LinkRate(2.5e8, 1e-5))
-    plan = make_plan([entry("p", (1024, 1024), flops=8 * 10**9, staged=True)], options_for(cost=calibration.cost_model()))
+    plan = make_plan(
+        [entry("p", (1024, 1024), flops=8 * 10**9, staged=True)], options_for(cost=calibration.cost_model())
+    )
     with_copies, without = predict(plan, calibration), predict(plan, MEASURED)
     assert with_copies.seconds == pytest.approx(without.seconds + 2 * 256 * 1024 * 2 / 2.5e8)
-    local = make_plan([entry("experts", (4, 512, 1024), stack_dims=1, staged=True)], options_for(cost=calibration.cost_model()))
-    assert predict(local, calibration).seconds == pytest.approx(predict(local, MEASURED).seconds + 2 * 512 * 1024 * 2 / 2.5e8)
+    local = make_plan(
+        [entry("experts", (4, 512, 1024), stack_dims=1, staged=True)], options_for(cost=calibration.cost_model())
+    )
+    assert predict(local, calibration).seconds == pytest.approx(
+        predict(local, MEASURED).seconds + 2 * 512 * 1024 * 2 / 2.5e8
+    )
     on_device = make_plan([replace(param, staged=False) for param in plan.params], plan.options)
     assert predict(on_device, calibration).seconds == pytest.approx(without.seconds)
 

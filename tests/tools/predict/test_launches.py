@@ -1,4 +1,6 @@
-"""What a plan says about launches is what a step launches on a stand-in for a GPU, on every rank; and they do not grow."""
+"""What a plan says about launches is what a step launches on a stand-in for a GPU, on every rank; and they do not
+grow.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,19 @@ BF16, F32 = torch.bfloat16, torch.float32
 ROWS = (Shard(0),)
 
 
-def weights(count: int, dtype: torch.dtype = BF16, placements: Any = ROWS, shapes: Any = ((16, 32), (16, 8)), **more: Any) -> Any:
+def weights(
+    count: int, dtype: torch.dtype = BF16, placements: Any = ROWS, shapes: Any = ((16, 32), (16, 8)), **more: Any
+) -> Any:
     name = f"layers.{{}}.{str(dtype).removeprefix('torch.')}{len(more)}.weight"
-    return tuple(ProgramParam(name.format(k), shapes[k % len(shapes)], placements, dtype=dtype, **more) for k in range(count))
+    return tuple(
+        ProgramParam(name.format(k), shapes[k % len(shapes)], placements, dtype=dtype, **more) for k in range(count)
+    )
 
 
 def experts(count: int, size: int, placements: Any = ROWS, dtype: torch.dtype = BF16) -> tuple[ProgramParam, ...]:
-    return tuple(ProgramParam(f"layers.{k}.experts.weight", (size, 16, 8), placements, dtype=dtype) for k in range(count))
+    return tuple(
+        ProgramParam(f"layers.{k}.experts.weight", (size, 16, 8), placements, dtype=dtype) for k in range(count)
+    )
 
 
 def program(params: Any, mesh: tuple[int, ...] = (2,), **options: Any) -> Program:
@@ -41,7 +49,8 @@ def program(params: Any, mesh: tuple[int, ...] = (2,), **options: Any) -> Progra
 
 
 ADAMW = tuple(ProgramParam(f"norms.{k}.weight", (16,), ROWS, use_muon=False) for k in range(40))
-# Programs, the most that any of their ranks may launch, and its most operations of torch that launch nothing: what it is now.
+# Programs, the most that any of their ranks may launch, and its most operations of torch that launch nothing: what it
+# is now.
 PROGRAMS: dict[str, tuple[Program, int, int]] = {
     "FSDP2, bfloat16": (program(weights(16)), 49, 32),
     "FSDP2, float32": (program(weights(16, F32)), 49, 32),
@@ -98,12 +107,18 @@ def test_a_step_launches_what_its_plan_says(name: str) -> None:
     _, most_launches, most_host_operations = PROGRAMS[name]
     assert max(counted.launches for counted in steps) <= most_launches, "a change has added launches"
     of_host = max((counted.recorder.host_operations for counted in steps), key=lambda operations: operations.total())
-    assert of_host.total() <= most_host_operations, f"a change has added operations of the host: {of_host.most_common(20)}"
+    assert of_host.total() <= most_host_operations, (
+        f"a change has added operations of the host: {of_host.most_common(20)}"
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "mesh", "most"),
-    [("llama3-8b", "dp_shard=64", 79), ("qwen3-235b-a22b", "dp_shard=128", 566), ("kimi-k2", "dp_shard=128,ep=128", 2200)],
+    [
+        ("llama3-8b", "dp_shard=64", 79),
+        ("qwen3-235b-a22b", "dp_shard=128", 566),
+        ("kimi-k2", "dp_shard=128,ep=128", 2200),
+    ],
 )
 def test_models_launch_no_more_than_now(model: str, mesh: str, most: int) -> None:
     machine = load_machine("h100")
@@ -116,7 +131,9 @@ def test_models_launch_no_more_than_now(model: str, mesh: str, most: int) -> Non
     expected = [machine.host_seconds_per_step + SECONDS_PER_LAUNCH * count for count in launches]
     assert stage.timeline.work.host_ahead == pytest.approx(expected)
     own_rate = SimulatedStage.of(planned, replace(machine, host_seconds_per_launch=1e-3), options).timeline
-    assert own_rate.work.host_ahead == pytest.approx([machine.host_seconds_per_step + 1e-3 * count for count in launches])
+    assert own_rate.work.host_ahead == pytest.approx(
+        [machine.host_seconds_per_step + 1e-3 * count for count in launches]
+    )
     assert own_rate.seconds == pytest.approx(max(own_rate.work.host_ahead)), "such a host is slower than its device"
     on_cpu = predict(planned.plan, replace(machine, device="cpu").rates_for("bfloat16"))
     assert not any([*on_cpu.work.launches, *on_cpu.work.host_ahead])

@@ -96,7 +96,9 @@ def test_what_is_not_a_plan_is_refused() -> None:
 
 def test_a_changed_plan_is_refused() -> None:
     content = next(
-        content for content in (json.loads(random_plan(seed).to_json()) for seed in range(50)) if len(content["waves"]) > 1
+        content
+        for content in (json.loads(random_plan(seed).to_json()) for seed in range(50))
+        if len(content["waves"]) > 1
     )
     content["options"]["budget"] += 1
     with pytest.raises(ConfigError, match="The file was changed"):

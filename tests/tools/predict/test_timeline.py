@@ -15,7 +15,17 @@ from meshmuon.plan import Nodes, Plan, make_plan, routes_of
 from meshmuon.plan.calibration import Calibration
 from meshmuon.plan.timeline import ON_LINKS, RankSpan, StepSeconds, Timeline, WaveSeconds, timeline_of
 from meshmuon.tools.predict.prediction import predict
-from tests.support.plans import entry, line, options_for, plans, random_entries, random_nodes, random_options, ranks_of, seeds
+from tests.support.plans import (
+    entry,
+    line,
+    options_for,
+    plans,
+    random_entries,
+    random_nodes,
+    random_options,
+    ranks_of,
+    seeds,
+)
 from tests.tools.predict.test_calibration import MEASURED
 
 ON_GPU = replace(MEASURED, device="cuda")
@@ -43,7 +53,12 @@ def test_traffic_is_what_the_routes_say(seed: int) -> None:
             counted = [
                 counts[at]
                 for exchange in (traffic.gather, traffic.scatter)
-                for counts in (exchange.sent_inside, exchange.sent_between, exchange.received_inside, exchange.received_between)
+                for counts in (
+                    exchange.sent_inside,
+                    exchange.sent_between,
+                    exchange.received_inside,
+                    exchange.received_between,
+                )
             ]
             assert counted == expected
             held = [*routes.staying, *routes.scatter_in]
@@ -59,7 +74,9 @@ def constant(value: float) -> list[float]:
 
 
 def two_ranks(waves: int, *, busy: float, exchange: float = 2.0, in_flight: int = 6) -> Timeline:
-    """Two equal ranks; parts take 1 (momentum), 10 (orthogonalise), 1 (update), 3 (local), 5 (AdamW), 0.5 (host) seconds."""
+    """Two equal ranks; parts take 1 (momentum), 10 (orthogonalise), 1 (update), 3 (local), 5 (AdamW), 0.5 (host)
+    seconds.
+    """
     wave = WaveSeconds(constant(1.0), constant(exchange), constant(10.0), constant(exchange), constant(1.0))
     step = StepSeconds((0, 1), (wave,) * waves, constant(3.0), constant(5.0), constant(0.5), busy, in_flight)
     return timeline_of(step)
@@ -99,7 +116,9 @@ def test_cores_that_copy_hide_the_rest_of_an_exchange() -> None:
         RankSpan("local", None, 5.5, 8.5),
         RankSpan("wait", 0, 8.5, 9.5),
     ]
-    assert two_ranks(1, busy=0.0, exchange=8.0).seconds < timeline.seconds < two_ranks(1, busy=1.0, exchange=8.0).seconds
+    assert (
+        two_ranks(1, busy=0.0, exchange=8.0).seconds < timeline.seconds < two_ranks(1, busy=1.0, exchange=8.0).seconds
+    )
 
 
 def test_slow_links_are_waited_for_in_the_order_of_exchanges() -> None:

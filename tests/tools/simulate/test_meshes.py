@@ -31,7 +31,9 @@ def test_wrong_meshes_are_refused(text: str, message: str) -> None:
 
 
 def test_axes_must_multiply_to_the_ranks() -> None:
-    with pytest.raises(ConfigError, match="multiply to 64 ranks, but --nodes gives 32: write dp_shard=4, or change --nodes"):
+    with pytest.raises(
+        ConfigError, match="multiply to 64 ranks, but --nodes gives 32: write dp_shard=4, or change --nodes"
+    ):
         MeshAxes.parse("dp_shard=8,tp=8", 32)
     with pytest.raises(ConfigError, match="choose axes that multiply to it"):
         MeshAxes.parse("dp_shard=8,tp=8", 12)
@@ -44,9 +46,17 @@ def test_axes_must_multiply_to_the_ranks() -> None:
     ("name", "mesh", "message"),
     [
         ("llama3-8b", "dp_shard=8,ep=8", "llama3-8b has no experts. Leave out ep"),
-        ("mixtral-8x7b", "dp_shard=64,ep=16", "the 8 experts of mixtral-8x7b do not divide by ep=16. Write ep=2, 4 or 8"),
+        (
+            "mixtral-8x7b",
+            "dp_shard=64,ep=16",
+            "the 8 experts of mixtral-8x7b do not divide by ep=16. Write ep=2, 4 or 8",
+        ),
         ("gpt2", "dp_shard=4,tp=2", "there is no tensor-parallel plan for gpt2"),
-        ("llama3-8b", "tp=3", r"q_proj\.weight \(4096, 4096\) is cut colwise along dim 0, whose size does not divide by tp=3"),
+        (
+            "llama3-8b",
+            "tp=3",
+            r"q_proj\.weight \(4096, 4096\) is cut colwise along dim 0, whose size does not divide by tp=3",
+        ),
         ("gpt2", "pp=16", "gpt2 has 12 layers. Write pp=12 or less"),
         ("mixtral-8x7b", "dp_shard=56,ep=4", r"refuses 4096 rows over 14 shards, which do not divide"),
         ("mixtral-8x7b", "dp_shard=16,tp=2", "tensor parallelism cuts both halves of the fused"),
@@ -93,7 +103,9 @@ def placed(path: Path, params: object) -> tuple[FileSharding, list[PlacedParam]]
 
 
 def test_layouts_from_a_file(tmp_path: Path) -> None:
-    sharding, (first, second) = placed(tmp_path / "layout.json", {**GRID, "*": {"mesh": "line", "placements": ["S(0)"]}})
+    sharding, (first, second) = placed(
+        tmp_path / "layout.json", {**GRID, "*": {"mesh": "line", "placements": ["S(0)"]}}
+    )
     assert (first.placements, first.mesh.ranks) == ((Replicated(), Sharded(1, 2)), (0, 1, 2, 3))
     assert (second.placements, second.mesh.ranks) == ((Sharded(0),), (0, 2, 5))
     assert sharding.ranks == 5

@@ -1,4 +1,5 @@
-"""The page of ``meshmuon plan --html`` in a real browser: it renders, sorts, searches, and shows the numbers of the JSON.
+"""The page of ``meshmuon plan --html`` in a real browser: it renders, sorts, searches, and shows the numbers of the
+JSON.
 
 The browser is Debian's chromium with its driver (``apt-get install chromium chromium-driver``).
 """
@@ -21,14 +22,16 @@ from meshmuon.tools.cli.main import main
 from tests.support.optional import need
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-in_browser = pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="chromium and chromium-driver are not installed")
+in_browser = pytest.mark.skipif(
+    BROWSER is None or DRIVER is None, reason="chromium and chromium-driver are not installed"
+)
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars"
 )
 COMMAND = (
-    "plan --model qwen3-30b-a3b --mesh dp_replicate=2,dp_shard=16,ep=8 --mesh dp_shard=32,ep=8 --mesh dp_shard=48,ep=48 "
-    "--hardware h100 --compare"
+    "plan --model qwen3-30b-a3b --mesh dp_replicate=2,dp_shard=16,ep=8 --mesh dp_shard=32,ep=8 --mesh "
+    "dp_shard=48,ep=48 --hardware h100 --compare"
 )
 
 
@@ -43,7 +46,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 def test_one_file_without_the_network(written: tuple[Path, dict[str, Any]]) -> None:
     text = written[0].read_text()
-    own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)  # plotly's own text names addresses that it does not ask
+    # plotly's own text names addresses that it does not ask
+    own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=[\"'](?!data:|#)", own)
     assert "@import" not in own
     embedded = re.search(r'<script id="report" type="application/json">(.*?)</script>', text, flags=re.DOTALL)
@@ -68,7 +72,19 @@ def test_without_plotly_nothing_is_planned(
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     figures = tmp_path / "report.json"
     with pytest.raises(SystemExit) as end:
-        main(["plan", "--model", "gpt2", "--mesh", "dp_shard=2", "--html", str(tmp_path / "p.html"), "--json", str(figures)])
+        main(
+            [
+                "plan",
+                "--model",
+                "gpt2",
+                "--mesh",
+                "dp_shard=2",
+                "--html",
+                str(tmp_path / "p.html"),
+                "--json",
+                str(figures),
+            ]
+        )
     assert end.value.code == 2
     assert "--html needs plotly: pip install 'meshmuon[plan]'" in capsys.readouterr().err
     assert not figures.exists()
@@ -139,7 +155,9 @@ def test_ranks_show_the_chosen_figure(browser: Any, written: tuple[Path, dict[st
             min(of_ranks),
             max(of_ranks),
         ]
-        drawn = browser.execute_script("return document.getElementById('ranks').data[0].z.flat().filter((v) => v !== null)")
+        drawn = browser.execute_script(
+            "return document.getElementById('ranks').data[0].z.flat().filter((v) => v !== null)"
+        )
         assert drawn == of_ranks
 
 
@@ -150,7 +168,9 @@ def test_sorting_and_search_by_keyboard(browser: Any, written: tuple[Path, dict[
     for order, sign in (("descending", -1), ("ascending", 1)):
         count.find_element("tag name", "button").send_keys(keys.ENTER)
         assert count.get_attribute("aria-sort") == order
-        assert values(browser, "#params td:nth-child(3)") == sorted((row["count"] for row in params), key=lambda n: sign * n)
+        assert values(browser, "#params td:nth-child(3)") == sorted(
+            (row["count"] for row in params), key=lambda n: sign * n
+        )
     search = browser.find_element("id", "search")
     search.send_keys("experts muon")
     wanted = sorted(row["name"] for row in params if "experts" in row["name"] and row["optimizer"] == "muon")
@@ -167,7 +187,8 @@ def test_dark_and_light(browser: Any) -> None:
     for _ in range(2):
         browser.find_element("id", "theme").click()
         back, text = (
-            browser.execute_script(f"return getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color")
+            browser.execute_script(f"return getComputedStyle(document.body).{name}")
+            for name in ("backgroundColor", "color")
         )
         figure = browser.execute_script("return document.getElementById('memory').layout.font.color")
         seen.add((back, text, figure))
@@ -179,7 +200,9 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Any) -> None:
     browser.set_window_size(500, 900)
     end = time.monotonic() + 100.0
     while True:  # the figures follow the window some time after it has its size
-        wide, view = browser.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        wide, view = browser.execute_script(
+            "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        )
         if (wide <= view <= 500) or time.monotonic() > end:
             break
         time.sleep(0.05)

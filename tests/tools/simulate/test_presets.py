@@ -1,4 +1,6 @@
-"""The models and machines that come with meshmuon: counts as published, names and shapes as transformers builds them."""
+"""The models and machines that come with meshmuon: counts as published, names and shapes as transformers builds
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from tests.support.optional import need
 transformers = need("transformers")
 
 _SCALES = {"M": 10**6, "B": 10**9, "T": 10**12}
-_QWEN3_MOE = {"vocab_size": 151936, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+_QWEN3_MOE = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 _LLAMA3 = {"vocab_size": 128256, "num_key_value_heads": 8}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -26,11 +34,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8b": ("llama", {**_LLAMA3, "intermediate_size": 14336}),
     "llama3-70b": (
         "llama",
-        {**_LLAMA3, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+        {
+            **_LLAMA3,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+        },
     ),
     "qwen3-30b-a3b": (
         "qwen3_moe",
-        {**_QWEN3_MOE, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "moe_intermediate_size": 768},
+        {
+            **_QWEN3_MOE,
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "moe_intermediate_size": 768,
+        },
     ),
     "mixtral-8x7b": ("mixtral", {}),
     "deepseek-v3": ("deepseek_v3", {}),
@@ -85,7 +105,10 @@ def test_a_model_survives_its_file(name: str, tmp_path: Path) -> None:
     [
         ({"format": "x"}, "no description of a model"),
         ({"params": []}, "a row for each parameter"),
-        ({"params": [{"name": "a.*", "shape": [2], "muon": False}]}, r"needs one \* in its name and the list of its layers"),
+        (
+            {"params": [{"name": "a.*", "shape": [2], "muon": False}]},
+            r"needs one \* in its name and the list of its layers",
+        ),
         ({"params": [{"name": "a", "shape": ["2"], "muon": False}]}, "a shape of whole numbers"),
         ({"params": [{"name": "a", "shape": [2], "muon": False, "tp": "col"}]}, "tp='col' is unknown"),
         ({"params": [{"name": "a", "shape": [2]}]}, "KeyError: 'muon'"),

@@ -80,7 +80,9 @@ def cut_by_tp(model: nn.Module, description: ModelDescription, mesh: DeviceMesh)
         for key, param in list(module.named_parameters(recurse=False)):
             style = styles[f"{name}.{key}" if name else key]
             placement = Shard(style.dim) if isinstance(style, Sharded) else Replicate()
-            module.register_parameter(key, nn.Parameter(distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)))
+            module.register_parameter(
+                key, nn.Parameter(distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None))
+            )
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, dim: int) -> None:
@@ -91,7 +93,9 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, dim: int) -> None:
             shard = distribute_tensor(param.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(key, nn.Parameter(shard))
         names = tuple(name for name in mesh.mesh_dim_names if name != "ep")
-        fully_shard(experts, mesh=mesh[names] if len(names) > 1 else mesh[names[0]], shard_placement_fn=lambda _: Shard(dim))
+        fully_shard(
+            experts, mesh=mesh[names] if len(names) > 1 else mesh[names[0]], shard_placement_fn=lambda _: Shard(dim)
+        )
 
 
 def shard_layers(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -116,7 +120,8 @@ def test_hsdp(replicas: str) -> None:
     cfg = config()
     real = real_plan(shard_layers(build(cfg), mesh_of((2, 4), "dp_replicate", "fsdp")), replicas=replicas)
     assert (
-        simulated(describe_hf(cfg, "tiny"), MeshAxes.parse("dp_replicate=2,dp_shard=4"), replicas=replicas).digest == real.digest
+        simulated(describe_hf(cfg, "tiny"), MeshAxes.parse("dp_replicate=2,dp_shard=4"), replicas=replicas).digest
+        == real.digest
     )
 
 
@@ -175,6 +180,8 @@ def test_pipeline_stages_plan_alone() -> None:
     assert [stage.plan.ranks for stage in stages] == [(0, 1), (2, 3), (4, 5)]
     names = [param.name for part in split_into_stages(description, 3) for param in part]
     assert sorted(names) == sorted(param.name for param in description.params)
-    layers = [sorted({param.layer for param in part if param.layer is not None}) for part in split_into_stages(description, 3)]
+    layers = [
+        sorted({param.layer for param in part if param.layer is not None}) for part in split_into_stages(description, 3)
+    ]
     assert list(chain.from_iterable(layers)) == list(range(6))
     assert all(stage.plan.params for stage in stages)

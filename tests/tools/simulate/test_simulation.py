@@ -76,7 +76,9 @@ def test_memory_is_what_a_real_rank_holds() -> None:
     slots: dict[int, list[Any]] = {}
     for wave, routes in enumerate(routes_of(plan, 0)):
         slots.setdefault(wave % plan.options.in_flight, []).append(wave_sizes(routes))
-    assert int(stage.memory["parameters"][0]) == int(stage.memory["gradients"][0]) == sum(shard.nbytes for shard in local)
+    assert (
+        int(stage.memory["parameters"][0]) == int(stage.memory["gradients"][0]) == sum(shard.nbytes for shard in local)
+    )
     assert {kind: int(stage.memory[kind][0]) for kind in held} == held
     assert int(stage.memory["exchange_buffers"][0]) == 4 * sum(sum(slot_sizes(waves)) for waves in slots.values())
 
@@ -129,7 +131,9 @@ def test_the_parts_of_a_step_add_up(model: str, mesh: str, machine: str) -> None
 def test_faster_links_never_slow_a_step() -> None:
     machine = load_machine("h100")
     link = replace(machine.between, bytes_per_second=machine.between.bytes_per_second * 4)
-    slow, fast = (simulate(load_model("llama3-8b"), "dp_shard=64", one) for one in (machine, replace(machine, between=link)))
+    slow, fast = (
+        simulate(load_model("llama3-8b"), "dp_shard=64", one) for one in (machine, replace(machine, between=link))
+    )
     assert fast.seconds < slow.seconds
 
 
@@ -154,7 +158,9 @@ def test_the_share_follows_tokens_and_use_of_flops() -> None:
 
 
 def wide(count: int, size: int = 8192) -> ModelDescription:
-    return ModelDescription("wide", "wide", "", tuple(ModelParam(f"w.{k}", (size, size), True, layer=k) for k in range(count)))
+    return ModelDescription(
+        "wide", "wide", "", tuple(ModelParam(f"w.{k}", (size, size), True, layer=k) for k in range(count))
+    )
 
 
 def test_scratch_is_that_of_the_largest_batch_within_the_budget() -> None:
@@ -207,7 +213,9 @@ def test_advice_on_a_budget_that_is_faster_needs_no_comparison() -> None:
 
 def test_advice_on_memory() -> None:
     machine = replace(load_machine("h100"), memory_bytes=10**8)
-    assert any("without any activations" in text for text in advice_for(simulate(load_model("gpt2"), "dp_shard=2", machine)))
+    assert any(
+        "without any activations" in text for text in advice_for(simulate(load_model("gpt2"), "dp_shard=2", machine))
+    )
     assert not [text for text in advice_for(simulate(load_model("gpt2"), "dp_shard=2")) if "activations" in text]
 
 
@@ -234,7 +242,9 @@ def test_bytes_between_blocks_are_the_sum_of_all_transfers(seed: int) -> None:
     expected = torch.zeros_like(torch.tensor(found["bytes"]))
     for index, task in enumerate(plan.tasks):
         for transfer in (*plan.gather_sends(index), *plan.scatter_sends(index)):
-            source, target = (plan.ranks.index(rank) // found["ranks_per_block"] for rank in (transfer.source, transfer.target))
+            source, target = (
+                plan.ranks.index(rank) // found["ranks_per_block"] for rank in (transfer.source, transfer.target)
+            )
             expected[source, target] += transfer.piece.size * plan.params[task.param].itemsize
     assert expected.tolist() == found["bytes"]
 
@@ -242,8 +252,12 @@ def test_bytes_between_blocks_are_the_sum_of_all_transfers(seed: int) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("mesh", ["dp_shard=8", "dp_replicate=2,dp_shard=4", "dp_shard=8,ep=4"])
 def test_the_prediction_of_a_calibrated_cluster_is_that_of_the_doctor(mesh: str, device: str) -> None:
-    """The same plan and the same rates: one number, whoever asks. AdamW's parameters are not in a plan, and are left out."""
-    calibration = replace(MEASURED, device=device, ranks_per_node=4, exchange_cpu_share=0.5 if device == "cpu" else None)
+    """The same plan and the same rates: one number, whoever asks. AdamW's parameters are not in a plan, and are
+    left out.
+    """
+    calibration = replace(
+        MEASURED, device=device, ranks_per_node=4, exchange_cpu_share=0.5 if device == "cpu" else None
+    )
     model = load_model("qwen3-30b-a3b")
     matrices = replace(model, params=tuple(param for param in model.params if param.use_muon))
     machine = load_machine("h100" if device == "cuda" else "cpu").with_calibration(calibration)
@@ -274,14 +288,22 @@ def row(label: str, seconds: float, *, refused: str = "") -> Figures:
 
 
 def test_a_much_faster_option_is_named_unless_it_is_refused_or_less_exact() -> None:
-    (sentence,) = advice_from_choices([row("as chosen", 0.8), row('replicas="repeat"', 0.4), row("comm_dtype=float32", 0.9)])
+    (sentence,) = advice_from_choices(
+        [row("as chosen", 0.8), row('replicas="repeat"', 0.4), row("comm_dtype=float32", 0.9)]
+    )
     assert sentence.startswith('replicas="repeat" takes 400.00 ms instead of 800.00 ms, with 0 B of memory')
-    slower = [row("memory_budget=256*2**20", 0.75), row('scheme="keller"', 0.1), row('replicas="share"', 0.0, refused="no")]
+    slower = [
+        row("memory_budget=256*2**20", 0.75),
+        row('scheme="keller"', 0.1),
+        row('replicas="share"', 0.0, refused="no"),
+    ]
     assert advice_from_choices([row("as chosen", 0.8), *slower]) == []
 
 
 def test_replicas_that_are_set_by_hand_are_not_faster() -> None:
     """With waves of its own, the plan in which all replicas share was 4 % faster than the chosen one."""
     model, mesh = load_model("llama3-8b"), "dp_replicate=4,dp_shard=4,tp=4"
-    auto, *by_hand = (simulate(model, mesh, param_dtype=torch.bfloat16, replicas=r).seconds for r in ("auto", "share", "repeat"))
+    auto, *by_hand = (
+        simulate(model, mesh, param_dtype=torch.bfloat16, replicas=r).seconds for r in ("auto", "share", "repeat")
+    )
     assert auto <= 1.01 * min(by_hand)
