@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeAlias, cast
@@ -86,10 +87,18 @@ class SavedGroup:
 
 
 def raises_state_errors(convert: Callable[_Args, dict[str, Any]]) -> Callable[_Args, dict[str, Any]]:
-    """``convert``, with a StateError for whatever a state that is not whole makes it raise."""
+    """``convert``, with a StateError for whatever a state that is not whole makes it raise; a wrong call is a
+    TypeError.
+    """
+    signature = inspect.signature(convert)
 
     @functools.wraps(convert)
     def converted(*args: _Args.args, **options: _Args.kwargs) -> dict[str, Any]:
+        optimizer = signature.bind(*args, **options).arguments["optimizer"]
+        if not isinstance(optimizer, Muon):
+            raise TypeError(
+                f"{convert.__name__}: the first argument is the Muon that will load the result, got {shown(optimizer)}."
+            )
         try:
             return convert(*args, **options)
         except MeshmuonError:

@@ -5,15 +5,18 @@ The first three keep momentum as a mean, the others as a sum, as it is here. doc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..errors import StateError
+from ..errors import RoutingWarning, StateError, level_of_user
 from ..optim import Muon
 from ..params.checks import shown
+from ..params.option_table import ParamGroup
+from ..routing.table import is_first_of_ranks
 from ..state.param_state import ADAMW_KEYS, MOMENTUM
 from .foreign_state import (
     SavedForm,
@@ -96,7 +99,23 @@ def convert_torch_state(
                     f"{min(twice)} is in the states of both torch.optim.Muon and torch.optim.AdamW: keep one."
                 )
             saved |= params
-    return loadable(optimizer, saved)
+    state_dict = loadable(optimizer, saved)
+    _warn_of_other_matrices(optimizer)
+    return state_dict
+
+
+def _warn_of_other_matrices(optimizer: Muon) -> None:
+    """Warns of parameters that hold several matrices here: ``torch.optim.Muon`` takes each for one."""
+    cut = [row for row in optimizer.routing_table().rows if row.matrices > 1]
+    if cut and is_first_of_ranks(cast(list[ParamGroup], optimizer.param_groups)):
+        beside = f" (and {len(cut) - 1} more)" if len(cut) > 1 else ""
+        text = (
+            f"{cut[0].name}{beside} was one matrix under torch.optim.Muon and is {cut[0].matrices} here: training "
+            "goes on with "
+            'other matrices. For those of torch, build the groups by hand, {"params": matrices, "names": names, "use_muon": '
+            "True}, without split, expert_keys or matrices."
+        )
+        warnings.warn(text, RoutingWarning, stacklevel=level_of_user())
 
 
 def _torchs_options(group: SavedGroup) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshmuon import Muon, Scheme, StateError
+from meshmuon import Muon, RoutingWarning, Scheme, StateError
 from meshmuon.checkpoint import convert_torch_state
 from meshmuon.ortho.remez import Quintic
 from tests.support.reference import (
@@ -229,3 +229,45 @@ def test_groups_are_the_optimizers_own() -> None:
             None,
             muon_names=[NAMES[0], "extra"],
         )
+
+
+def test_a_wrong_call_is_no_broken_state() -> None:
+    """It is a TypeError, as of any function; what the call says of a state is still a StateError."""
+    optimizer, (muon, adamw) = ours(make_params(*SHAPES)), Pair(make_params(*SHAPES)).states()
+    call: Any = convert_torch_state
+    for args, options, message in (
+        ((optimizer, muon), {}, "missing a required argument: 'adamw_state'"),
+        ((optimizer, muon, adamw), {"names": NAMES}, "unexpected keyword argument 'names'"),
+        ((optimizer, muon, adamw, NAMES[:M]), {}, "too many positional arguments"),
+        (
+            (muon, adamw, optimizer),
+            {},
+            "convert_torch_state: the first argument is the Muon that will load the result, got {",
+        ),
+        (
+            (torch.optim.Muon(make_params((2, 3))), muon, adamw),
+            {},
+            "convert_torch_state: the first argument is the Muon that",
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call(*args, **options)
+    with pytest.raises(StateError, match="not a state_dict of"):
+        call(optimizer, adamw_state=adamw, muon_state=3)
+
+
+def test_matrices_that_torch_kept_whole_warn() -> None:
+    """Groups built as the warning says do not."""
+    model = nn.ModuleDict({name: nn.MultiheadAttention(8, 2) for name in "ab"})
+    matrices = [(name, param) for name, param in model.named_parameters() if param.dim() == 2]
+    others = [(name, param) for name, param in model.named_parameters() if param.dim() != 2]
+    states = torch.optim.Muon(matrices).state_dict(), torch.optim.AdamW(others).state_dict()
+    told = r"a\.in_proj_weight \(and 1 more\) was one matrix under torch\.optim\.Muon and is 3 here.*goes on with other matrices"
+    with pytest.warns(RoutingWarning, match=told) as caught:
+        convert_torch_state(Muon(model, adamw_lr=1e-3), *states)
+    assert [warning.filename for warning in caught] == [__file__]
+    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+    # by the constructor, of the same names
+    with pytest.warns(RoutingWarning, match="looks like several projections fused"):
+        whole = Muon(groups)
+    convert_torch_state(whole, *states)  # a RoutingWarning would be an error
