@@ -22,7 +22,8 @@ class Activity(IntEnum):
     NO_MATRIX = 0  # no param group has a matrix for Muon
     FROZEN = 1  # there are matrices, but none requires a gradient
     NO_GRADIENT = 2  # there are matrices to train, but none has a gradient
-    ACTIVE = 3  # a matrix has a gradient, or once had one
+    MAIN_GRAD = 3  # the same, but one has a ``main_grad``, where Megatron's wrapper puts gradients
+    ACTIVE = 4  # a matrix has a gradient, or once had one
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,13 @@ _NO_GRADIENT = (
     "backward() came before it, or zero_grad() came between, or the model was wrapped or sharded after the optimizer "
     "was built and has other parameters now: build the optimizer after fully_shard."
 )
+_MAIN_GRAD = (
+    "none of Muon's matrices has a gradient, on any rank, but there are some in main_grad: Megatron's gradient "
+    "buffers, which this optimizer does not read. Where every rank has whole weights and whole gradients (no tensor "
+    "parallelism, use_distributed_optimizer=False), write before step(): for p in model.parameters(): p.grad = "
+    "p.main_grad.to(p.dtype) if p.requires_grad else None. Otherwise shard the model with FSDP2 "
+    "(torch.distributed.fsdp.fully_shard), whose gradients are in p.grad."
+)
 
 
 class ActivityCheck:
@@ -78,8 +85,7 @@ class ActivityCheck:
         activity = Activity.NO_MATRIX
         for record, gradient in zip(params, has_grad, strict=True):
             if record.param_group["use_muon"]:
-                trains = Activity.NO_GRADIENT if record.param.requires_grad else Activity.FROZEN
-                activity = max(activity, Activity.ACTIVE if gradient else trains)
+                activity = max(activity, Activity.ACTIVE if gradient else _without_gradient(record.param))
         return activity
 
     def judge(self, activity: Activity) -> None:
@@ -93,6 +99,8 @@ class ActivityCheck:
                 "(torch.distributed.fsdp.fully_shard); else put the matrices into a group with use_muon=True. A "
                 f"pipeline stage may have none. {_INTENDED}"
             )
+        elif activity is Activity.MAIN_GRAD:
+            raise GradientError(f"{_MAIN_GRAD} {_INTENDED}")
         elif activity is Activity.NO_GRADIENT and self._warned:
             raise GradientError(f"{_NO_GRADIENT} {_INTENDED}")
         elif activity is Activity.NO_GRADIENT:
@@ -123,6 +131,12 @@ class ActivityCheck:
                     "optimizer.param_groups."
                 )
         return None
+
+
+def _without_gradient(param: Tensor) -> Activity:
+    if not param.requires_grad:
+        return Activity.FROZEN
+    return Activity.NO_GRADIENT if getattr(param, "main_grad", None) is None else Activity.MAIN_GRAD
 
 
 def _warn_of_shared_rates(groups: Sequence[Mapping[str, Any]]) -> None:

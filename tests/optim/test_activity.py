@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -146,6 +147,68 @@ def test_no_gradient_warns_once_and_then_raises() -> None:
     optimizer.step()
     grads_for(params, range(0))
     optimizer.step()  # Muon was active once: an empty step is nothing unusual
+
+
+def gradients_as_megatron_keeps_them(model: nn.Module) -> None:
+    """From now on backward() adds to ``main_grad``, in float32, and leaves no ``grad``."""
+
+    def move(param: nn.Parameter) -> None:
+        param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+        param.grad = None
+
+    for param in model.parameters():
+        if param.requires_grad:
+            param.main_grad = torch.zeros(param.shape, dtype=torch.float32)
+            param.register_post_accumulate_grad_hook(move)
+
+
+@strictly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_megatrons_gradient_buffers_are_named(dtype: torch.dtype) -> None:
+    """At the first step, before anything is written; what the error says then trains the same bits as without
+    buffers.
+    """
+    model, plain = net().to(dtype), net().to(dtype)
+    for each in (model, plain):
+        each[2].bias.requires_grad_(False)
+    gradients_as_megatron_keeps_them(model)
+    optimizer, expected = (Muon(each, lr=LR) for each in (model, plain))
+    for each in (model, plain):
+        each(torch.ones(2, 6, dtype=dtype)).square().sum().backward()
+    told = r"main_grad: Megatron's gradient buffers.*optimizer=False\), write before step\(\): (for p in .*)\. Otherwise .*FSDP2"
+    for _ in range(2):
+        before = copies(model.parameters())
+        with pytest.raises(GradientError, match=told) as caught:
+            optimizer.step()
+        assert_same_bits(model.parameters(), before)
+    code = re.search(told, str(caught.value))
+    assert code
+    exec(code[1])
+    optimizer.step()
+    expected.step()
+    assert_same_bits(model.parameters(), plain.parameters())
+
+
+def test_gradient_buffers_that_are_not_the_fault() -> None:
+    """Beside gradients, without any backward pass, of frozen matrices; and where an optimizer without gradients is
+    intended.
+    """
+    params, optimizer = mixed()
+    for param in params:
+        param.main_grad = None  # type: ignore[attr-defined]
+    with pytest.warns(InactiveWarning, match=NO_GRADIENT):
+        optimizer.step()
+    for param in params:
+        param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+        param.requires_grad_(False)
+    optimizer.step()
+    for param in params:
+        param.requires_grad_(True)
+    Muon(optimizer.param_groups, allow_inactive=True).step()
+    grads_for(params, range(1))
+    optimizer.step()
+    grads_for(params, range(0))
+    optimizer.step()  # Muon was active once
 
 
 @strictly
@@ -300,6 +363,12 @@ def test_ranks_raise_together_or_not_at_all() -> None:
         with pytest.raises(GradientError) as none:
             quiet.step()
         errors.append(str(none.value))
+        buffered = initial(world_mesh())
+        if rank == 0:
+            buffered[0].main_grad = torch.zeros(())  # type: ignore[attr-defined]
+        with pytest.raises(GradientError) as main_grad:  # in the first step, on the rank without one as well
+            muon_of(buffered).step()
+        errors.append(str(main_grad.value))
         vector = initial(world_mesh(), ((10,),))
         give_gradients(vector, 0)
         with pytest.raises(ConfigError) as empty:
@@ -310,7 +379,8 @@ def test_ranks_raise_together_or_not_at_all() -> None:
     first, second = run_threads(2, on_rank)
     assert first == second
     assert "has had a gradient yet" in first[0]
-    assert "there is no matrix for Muon" in first[1]
+    assert "Megatron's gradient buffers" in first[1]
+    assert "there is no matrix for Muon" in first[2]
 
 
 @strictly
