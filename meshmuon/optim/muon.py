@@ -156,7 +156,7 @@ class Muon(PreparedStep):
         self._constructed = False
         params = param_groups_from(params, expert_keys, conv, split)
         defaults = {option.name: option.kept_as(options[option.name]) for option in group_options()}
-        super().__init__(normalise_params(params), defaults)
+        super().__init__(normalise_params(params, arguments), defaults)
         self._constructed = True
         self._activity.refuse_filters_alone(self._groups)
         self._lineage = register(self)

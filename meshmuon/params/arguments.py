@@ -6,7 +6,10 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch import nn
+
 from ..errors import ConfigError, OptionNameWarning, UnknownOptionError, level_of_user
+from ..ortho import keller
 from .checks import adamw_betas, adamw_eps, nearest, shown
 from .option_table import OPTIONS, Option, Scope, group_options, optimizer_options
 
@@ -34,6 +37,9 @@ _MISLEADING = {
     "warmup_step": "is the number of waves that exchange ahead of the one that computes; it does not warm up the lr",
     "use_distributed_muon": "steps by the slow reference path, for verification only; Muon is distributed without it",
 }
+# or about what torch leaves to AdamW
+_AS_IN_TORCH = ("lr", "adamw_lr", "weight_decay", "momentum", "nesterov", "ns_steps")
+_RULE_OF_BOTH = "match_rms_adamw"  # torch's other rule and the default here: nobody can tell whether the user gave it
 _unwarned = set(_MISLEADING)
 
 
@@ -42,8 +48,43 @@ def options_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     An option with another name may be given by either. If both are given, they must be equal.
     """
+    coefficients = arguments["unknown"].get("ns_coefficients")
+    if isinstance(coefficients, (list, tuple)) and len(coefficients) == 3:
+        raise UnknownOptionError(
+            f"ns_coefficients={shown(coefficients)} is not an option of Muon. {torchs_update(arguments)}"
+        )
+    if arguments["adjust_lr_fn"] is None:
+        raise ConfigError(f'adjust_lr_fn=None is what torch.optim.Muon calls "original". {torchs_update(arguments)}')
     refuse_unknown(arguments["unknown"])
     return {option.name: _value_of(option, arguments) for option in OPTIONS}
+
+
+def torchs_update(arguments: Mapping[str, Any]) -> str:
+    """The call that updates as ``torch.optim.Muon`` does with the constructor's ``arguments``, for those who moved
+    from there.
+    """
+    params, rule = arguments["params"], arguments["adjust_lr_fn"]
+    what = '[{"params": matrices, "use_muon": True}]'
+    if isinstance(params, nn.Module):
+        what = "model"
+    elif isinstance(params, (list, tuple)) and any(
+        isinstance(group, Mapping) and "use_muon" in group for group in params
+    ):
+        what = "groups"
+    values = {option: arguments[option.name] for option in OPTIONS if option.name in _AS_IN_TORCH}
+    words = [
+        f"{option.name}={shown(value)}" for option, value in values.items() if shown(value) != shown(option.default)
+    ]
+    words.append(f"scheme=[{tuple(arguments['unknown'].get('ns_coefficients', keller(1).steps[0]))}]")
+    words.append(f"adjust_lr_fn={shown('original' if rule in (None, _RULE_OF_BOTH) else rule)}")
+    either = f", or that without adjust_lr_fn if you wrote {_RULE_OF_BOTH!r}" if rule == _RULE_OF_BOTH else ""
+    if what == "model" and arguments["adamw_lr"] is None:
+        either += ", and an adamw_lr for all that is no matrix"
+    return (
+        "The update of torch.optim.Muon is that of "
+        f"{type(arguments['self']).__name__}({', '.join([what, *words])}){either}. meshmuon.TorchMuon takes torch's "
+        "own arguments as they are, also eps."
+    )
 
 
 def refuse_unknown(options: Mapping[Any, Any], further: Collection[str] = ()) -> None:

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..execute import rule_memories
 from ..matrices import MatrixOptions, MatrixSet, check_expert_keys, check_matrices, find_matrices
 from ..torch_compat import local_part
-from .arguments import fill_own_names
+from .arguments import fill_own_names, torchs_update
 from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, refuse_uninitialised, shown
 from .dtensors import check_memory, check_placement, held_ranges
 from .flattened import refuse_flattened
@@ -46,19 +46,23 @@ _CHECKS = {
 _OPTIMIZER_KEYS = tuple(name for option in optimizer_options() for name in (option.name, *option.aliases))
 
 
-def normalise_params(params: object) -> list[dict[str, Any]]:
-    """The param groups as a list. Anything else is refused, with a message that shows the right call."""
+def normalise_params(params: object, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The param groups as a list. Anything else is refused, with a message that shows the right call.
+
+    ``arguments`` are the constructor's.
+    """
     if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
         raise ConfigError(f"params must be a list of groups, got {type(params).__name__}. {_RIGHT_CALL}")
     groups = list(params)
     if not groups:
         raise ConfigError(f"params is empty: there is nothing to optimize. {_RIGHT_CALL}")
+    matrices = all(isinstance(entry, Tensor) and entry.dim() == 2 for entry in groups)
     for group in groups:
         if not isinstance(group, dict):
             raise ConfigError(
                 f"params must be a list of groups, got an iterable of {type(group).__name__}, such as "
                 "model.parameters(), which has no names. Muon must be told which parameters are matrices. "
-                f"{_RIGHT_CALL} {_CALL_OF_TRAINERS}"
+                f"{_RIGHT_CALL} {_CALL_OF_TRAINERS}" + (f" {torchs_update(arguments)}" if matrices else "")
             )
     return groups
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from meshmuon import Muon, get_default_muon_param_groups
+from meshmuon import ConfigError, DistMuon, Muon, Scheme, TorchMuon, UnknownOptionError, get_default_muon_param_groups
 from meshmuon.ortho import keller
+from meshmuon.ortho.remez import Quintic
 from tests.support.bounds import nudge, orthogonalize_error
 from tests.support.reference import (
     FACTORS,
+    KELLER,
     KELLER_5,
     LR,
     Shape,
@@ -108,3 +111,69 @@ def test_torch_as_shipped_within_its_rounding(rule: str, nesterov: bool) -> None
             bounds[k] += lr * error
             assert error < 0.15 * newton_schulz(update, KELLER_5).norm()
             assert (ours[k] - theirs[k]).norm().item() < bounds[k], f"{tuple(grad.shape)} at step {step}"
+
+
+SHOWN = r"The update of torch\.optim\.Muon is that of (.*?\))(?:\.|, or that without adjust_lr_fn if you wrote 'match_rms_adamw')"
+TORCHS: list[dict[str, Any]] = [
+    {},
+    {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7, "eps": 1e-7, "weight_decay": 0.0},
+    {"ns_coefficients": [1.5, -0.5, 0.0], "lr": 0.02, "momentum": 0.5, "adjust_lr_fn": "original"},
+    {"adjust_lr_fn": None, "lr": 0.02, "nesterov": False},
+    {"adjust_lr_fn": "match_rms_adamw", "eps": 1e-7},
+]
+
+
+@pytest.mark.usefixtures("precise_torch")
+@pytest.mark.filterwarnings("ignore:group 0. lr=0.001 is small:meshmuon.RoutingWarning")  # torch's default
+@pytest.mark.parametrize("given", TORCHS, ids=str)
+def test_a_call_of_torch_is_answered_with_one_that_updates_alike(given: dict[str, Any]) -> None:
+    """Both calls that the error shows are made as they stand there."""
+    start = make_params((32, 32), (64, 40), (24, 96))
+    with pytest.raises(ConfigError) as caught:
+        Muon(copies(start), **given)
+    shown = re.search(SHOWN, str(caught.value))
+    assert shown
+    call = shown[1]
+    if given.get("adjust_lr_fn") == "match_rms_adamw":
+        assert "without adjust_lr_fn if you wrote" in shown[0]
+        call = call.replace(", adjust_lr_fn='original'", "")
+    else:
+        assert "adjust_lr_fn='original'" in call
+    theirs = copies(start)
+    run(torch.optim.Muon(theirs, **given), theirs, range(4))
+    assert "meshmuon.TorchMuon takes torch's own arguments as they are" in str(caught.value)
+    scheme = Scheme("torch's", (Quintic(*given.get("ns_coefficients", KELLER)),) * given.get("ns_steps", 5), "torch")
+    for answer in (call, "TorchMuon(matrices, **given)"):
+        ours = copies(start)
+        run(eval(answer, {"Muon": Muon, "TorchMuon": TorchMuon, "matrices": ours, "given": given}), ours, range(4))
+        assert_moved_within_rounding(ours, theirs, start, 4, scheme)
+
+
+def test_the_answer_names_what_was_passed() -> None:
+    """A model with what is left to AdamW, groups, pairs, and the class that was called; other bare tensors are no
+    torch call.
+    """
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(4, 2))
+    groups = get_default_muon_param_groups(model)
+    pairs = [(name, param) for name, param in model.named_parameters() if param.dim() == 2]
+    told: list[tuple[Any, dict[str, Any], str]] = [
+        (model, {}, r"Muon\(model, scheme=.*'original'\), and an adamw_lr for all that is no matrix\."),
+        (model, {"adamw_lr": 3e-4}, r"Muon\(model, adamw_lr=0\.0003, scheme=.*'original'\)\."),
+        (groups, {"lr": 0.02}, r"Muon\(groups, lr=0\.02, scheme="),
+        (pairs, {"lr": 0.02}, r'Muon\(\[{"params": matrices, "use_muon": True}\], lr=0\.02, scheme='),
+        ([param for _, param in pairs], {}, r'Muon\(\[{"params": matrices, "use_muon": True}\], scheme='),
+    ]
+    for params, options, answer in told:
+        with pytest.raises(
+            ConfigError, match=rf"^adjust_lr_fn=None is what torch\.optim\.Muon calls.*that of {answer}"
+        ):
+            Muon(params, adjust_lr_fn=None, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"that of DistMuon\(groups, "):
+        DistMuon(groups, adjust_lr_fn=None)
+    with pytest.raises(
+        UnknownOptionError, match=r"^ns_coefficients=\(1, 2, 3\) is not an option of Muon\. The update of torch"
+    ):
+        Muon(model, ns_coefficients=(1, 2, 3))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"such as model\.parameters") as caught:
+        Muon(model.parameters())  # type: ignore[arg-type]
+    assert "torch.optim.Muon" not in str(caught.value)
