@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -103,6 +103,23 @@ def by_own_names(options: Mapping[str, Any], further: Collection[str] = ()) -> d
     for option in group_options():
         _one_value(option, {name: options[name] for name in (option.name, *option.aliases) if name in options})
     return {_OWN_NAMES.get(name, name): value for name, value in options.items()}
+
+
+def misspelt_keys(param_groups: Sequence[Mapping[str, object]], first: int = 0) -> list[str]:
+    """Warnings of keys that are nearly options, one for each, in users' groups of which ``first`` is the first one's
+    number.
+
+    Trainers and schedulers add keys of their own. None is that near, except where it has an option's name in it, as
+    ``max_momentum`` and ``weight_decay_mult`` have.
+    """
+    names = [name for option in group_options() for name in (option.name, *option.aliases)]
+    warned: dict[str, str] = {}
+    for index, group in enumerate(param_groups, first):
+        for key in (key for key in map(str, group) if key not in names):
+            near = "lr" if key == "learning_rate" else nearest(key.lower(), names, count=1, alike=0.85)
+            if near and not f"_{key}_".startswith(f"_{near}_") and not key.endswith(f"_{near}"):
+                warned.setdefault(key, f"group {index}: {key} is no option and has no effect: did you mean {near}?")
+    return list(warned.values())
 
 
 def fill_own_names(group: dict[str, Any], where: str) -> None:

@@ -34,9 +34,9 @@ be used.
 """
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str], *, count: int = 3, alike: float = 0.5) -> str:
     """Names that someone who wrote ``name`` may have meant, as errors list them; "" if none is near."""
-    return ", ".join(difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3, cutoff=0.5))
+    return ", ".join(difflib.get_close_matches(name, list(dict.fromkeys(names)), n=count, cutoff=alike))
 
 
 def refuse_uninitialised(name: str, param: Tensor) -> None:

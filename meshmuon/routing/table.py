@@ -14,9 +14,10 @@ from ..device import work_device
 from ..matrices import MatrixSet, entry_of, find_matrices, keys_of, with_stars, without_wrappers
 from ..models import LOOKS_FUSED, LORA_FACTOR, UNKNOWN_STACK, is_table_name, looks_fused_name, name_parts
 from ..ortho import default_compute_dtype, fallback_reason, resolve_scheme
+from ..params.arguments import misspelt_keys
 from ..params.checks import nearest
 from ..params.dtensors import as_dtensor, layout_text, own_layout
-from ..params.groups import matrix_options_of, rounds_stochastically
+from ..params.groups import are_placeholders, matrix_options_of, rounds_stochastically
 from ..params.lr import AdjustLR, lr_factor, update_rms
 from ..params.option_table import ParamGroup
 from ..params.rules import Hyperball, chain_of, resolve_rules
@@ -119,6 +120,7 @@ def build_routing_table(
     for (doubt, _), (name, *others) in doubts.items():
         warnings.append(f"{name}{f' (and {len(others)} more of its kind)' if others else ''} {doubt}")
     warnings += _unused_entries(shown_groups, param_groups) + _rounding_warnings(shown_groups)
+    warnings += misspelt_keys(shown_groups, first)
     if cut:
         beside = f" (and {len(cut) - 1} more)" if len(cut) > 1 else ""
         notes.append(
@@ -250,14 +252,29 @@ def _doubt(name: str, matrix_sets: Sequence[MatrixSet], why: str) -> str:
     decided = why not in ("", "is_muon_func", "expert_keys", LOOKS_FUSED)  # by what is known of the model
     if not matrix_sets or decided:
         return ""
+    split = matrix_sets[0].window is not None  # even if the user has declared a single part
+    if are_placeholders([name]):
+        return "" if split else _doubt_of_shape(matrix_sets[0])
     if is_table_name(name):
         return _TABLE
-    split = matrix_sets[0].window is not None  # even if the user has declared a single part
     if not split and looks_fused_name(name_parts(name)):
         return _FUSED.format("each of its experts" if matrix_sets[0].stack_dims else "it")
     return ""
 
 
+def _doubt_of_shape(matrix_set: MatrixSet) -> str:
+    """What the shape alone makes doubtful, where there are no names."""
+    rows, cols = matrix_set.lr_shape
+    if max(rows, cols) >= max(_LONG, _LONG_AND_NARROW * min(rows, cols)):
+        return f"is {rows}×{cols} and {_TABLE} {_NAMES_TELL}"
+    if rows == 3 * cols > 0:
+        return f"is {rows}×{cols} and {_FUSED.format('it')} {_NAMES_TELL}"
+    return ""
+
+
+# a longer side, and its ratio to the other, that few layers have but tables and heads
+_LONG, _LONG_AND_NARROW = 8192, 16
+_NAMES_TELL = 'If it is something else, give the group "names", which tell more than shapes.'
 _UNKNOWN_STACK = (
     "has more than two dims and is not known to be a stack of matrices, so AdamW trains it. If it holds matrices, pass "
     "expert_keys=[...] with a part of the name to get_default_muon_param_groups."
@@ -275,5 +292,7 @@ def _kind_of(name: str) -> str:
     """The name of the weight without where it is: parameters of one kind share it, and one warning is enough for
     them.
     """
+    if are_placeholders([name]):
+        return ""
     parts = name_parts(name)
     return parts[-2] if parts[-1] == "weight" and len(parts) > 1 else parts[-1]

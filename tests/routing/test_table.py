@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -276,3 +278,104 @@ def test_a_group_that_is_added_may_share_the_entries_of_the_others(recwarn: pyte
     assert not [warning for warning in recwarn if issubclass(warning.category, RoutingWarning)]
     with pytest.warns(RoutingWarning, match="fits no parameter"):
         optimizer.add_param_group(named("c", 8, 4, matrices={"d": {"split": (4, 4)}}))
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("weigth_decay", "weight_decay"),
+        ("weight_decays", "weight_decay"),
+        ("momentm", "momentum"),
+        ("beta", "betas"),
+        ("adam_betas", "adamw_betas"),
+        ("nesterovs", "nesterov"),
+        ("LR", "lr"),
+        ("learning_rate", "lr"),
+        ("adjust_lr", "adjust_lr_fn"),
+    ],
+)
+def test_a_key_that_is_nearly_an_option_warns_once(key: str, meant: str, recwarn: pytest.WarningsRecorder) -> None:
+    """Of all groups together, at the caller's line, beside the option or in its place; steps say no more."""
+    warnings.simplefilter("always")
+    groups = [named("w", 4, 4, **{key: 0.5}), named("b", 4, use_muon=False, betas=(0.9, 0.95), **{key: 0.5})]
+    optimizer = Muon(groups)
+    told = [f"group 0: {key} is no option and has no effect: did you mean {meant}?"]
+    assert list(optimizer.routing_table().warnings) == told
+    for params in (group["params"] for group in optimizer.param_groups):
+        params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert [(str(one.message), one.filename) for one in recwarn] == [(told[0], __file__)]
+    with pytest.warns(RoutingWarning, match=f"^group 2: {key} is no option"):
+        optimizer.add_param_group(named("late", 4, 4, **{key: 0.5}))
+
+
+def keys_of_torch() -> set[str]:
+    """Of the param groups of all optimizers of torch but Rprop, whose ``etas`` look like betas."""
+    keys: set[str] = set()
+    for kind in vars(torch.optim).values():
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, torch.optim.Optimizer)
+            and kind.__name__ not in ("Optimizer", "Rprop")
+        ):
+            keys |= set(kind([("w", nn.Parameter(torch.ones(2, 2)))]).param_groups[0])  # type: ignore[call-arg, arg-type]
+    return keys
+
+
+OF_TRAINERS = """
+initial_lr fused foreach capturable differentiable max_lr min_lr base_momentum max_momentum swa_lr lr_scale
+weight_decay_mult weight_decay_scale weight_decay_ weight_decay_l1 initial_weight_decay no_weight_decay name group_name
+amsgrad decoupled_weight_decay corrected_weight_decay fix_layers layer_decay layer_id lr_mult wd_mult decay_mult
+pre_lr_mult pre_wd_mult start_wd end_wd is_expert_parallel is_decoupled_lr default_config step bias_correction moe
+is_moe ds_pg_index freeze_step scheduled_lr lr_max weight_lr_power weight_sum train_mode k d optim_bits
+percentile_clipping block_wise max_unorm skip_zeros no_prox caution decouple rank scale proj_type update_proj_gap fqns
+module_name param_group_name target_lr warmup_steps schedule momentum_decay lr_decay
+"""
+
+
+def test_keys_of_trainers_do_not_warn() -> None:
+    """Those of torch's optimizers and schedulers, of timm, DeepSpeed, Megatron, bitsandbytes and others."""
+    groups = [named("w", 4, 4), named("b", 4, use_muon=False)]
+    known = set(Muon(groups).param_groups[0]) | {"params", "param_names", "betas", "eps"}
+    assert len(keys_of_torch()) > 30
+    added = dict.fromkeys(sorted({*keys_of_torch(), *OF_TRAINERS.split()} - known), 1.0)
+    optimizer = Muon([{**group, **added} for group in groups])
+    for make in (
+        lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=9),
+        lambda: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.001, 0.01),
+        lambda: torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.01),
+    ):
+        make()
+        assert optimizer.routing_table().warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ((8192, 512), "is 8192×512 and looks like an embedding or an output head.*use_muon=False"),
+        ((500, 8000), ""),
+        ((8192, 513), ""),
+        ((512, 8192), "is 512×8192 and looks like an embedding"),
+        ((8191, 8), ""),
+        ((24, 8), r"is 24×8 and looks like several projections fused.*split=\(\.\.\.\)"),
+        ((23, 8), ""),
+        ((8, 24), ""),
+        ((5, 24, 8), "is 24×8 and looks like several projections fused"),
+    ],
+)
+def test_without_names_shapes_warn(shape: tuple[int, ...], told: str, recwarn: pytest.WarningsRecorder) -> None:
+    """Once for all that are alike; names, or a split, say that it is meant."""
+    warnings.simplefilter("always")
+    group: dict[str, Any] = {"params": make_params(shape, shape), "use_muon": True, "expert_keys": ["param"]}
+    Muon([group])
+    texts = [str(one.message) for one in recwarn]
+    assert len(texts) == bool(told)
+    if told:
+        assert re.match(rf"group0\.param0 \(and 1 more of its kind\) {told}.*give the group \"names\"", texts[0])
+    recwarn.clear()
+    Muon([{**group, "names": ["layers.0.up", "layers.1.up"], "expert_keys": ["up"]}])
+    Muon([{**group, "use_muon": False}], allow_inactive=True)
+    if "fused" in told:
+        Muon([group], split=(8, 8, 8))
+        Muon([group], split=(24,))
+    assert not recwarn.list
