@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -100,6 +101,32 @@ ORIGINAL: dict[str, Any] = {"adjust_lr_fn": "original"}
 )
 def test_a_run_raises_these_alarms(options: dict[str, Any], alarms: list[str]) -> None:
     assert run(**options) == alarms
+
+
+def test_the_first_steps_tell_an_lr_that_learns_from_one_that_diverges() -> None:
+    """The quickstart's task with two blocks, as docs/faq.md describes its first steps."""
+    losses: dict[float, list[float]] = {}
+    for lr, alarms in ((1e-2, []), (1e-1, ["lr convention"])):
+        torch.manual_seed(0)
+        blocks = [nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True) for _ in range(2)]
+        model = nn.Sequential(nn.Embedding(10, 64), *blocks, nn.Linear(64, 6, bias=False))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RoutingWarning)  # of the large lr
+            optimizer = Muon(model, lr=lr, metrics=10)
+        health, losses[lr] = Health(), []
+        for _ in range(21):
+            tokens = torch.randint(10, (64, 16))
+            counts = (tokens[:, :, None] == tokens[:, None, :]).sum(-1).clamp(max=6) - 1
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), counts.flatten())
+            loss.backward()
+            optimizer.step()
+            assert all(param.grad is None for param in optimizer.param_groups[0]["params"])
+            optimizer.zero_grad()
+            losses[lr].append(loss.item())
+            health.check(optimizer.metrics())
+        assert [alarm.kind for alarm in health.alarms] == alarms
+    assert abs(losses[1e-2][0] - math.log(6)) < 0.3
+    assert losses[1e-2][20] < 0.8 * losses[1e-2][0] < 1.2 * losses[1e-1][0] < losses[1e-1][20]
 
 
 def test_an_lr_of_the_wrong_convention_is_compared_with_adamws() -> None:
