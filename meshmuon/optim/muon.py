@@ -335,6 +335,7 @@ class Muon(PreparedStep):
         self._failures = StepFailures()
         # Accelerate loads what it has just saved, and exchanges the parameters afterwards.
         self._only_prepared = self._only_prepared and not any(map(has_begun, self.state.values()))
+        self._collector.forget()
         self._planner.forget_steps()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:

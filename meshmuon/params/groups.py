@@ -325,6 +325,8 @@ def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
                 f"{name} has dtype {param.dtype}; Muon needs floating point parameters of 16, 32 or 64 bits."
             )
         matrix_sets = find_matrices(name, param.shape, matrix_options_of(group))
+        if not param.requires_grad:
+            return  # a step checks the rest before it trains it
         check_rule_memory(name, matrix_sets, resolve_rules(group["rule"]))
         for matrix_set in matrix_sets:
             check_overflow(group, name, matrix_set.lr_shape, largest_number(param.dtype))
