@@ -223,7 +223,8 @@ def _first_difference(
         if name != usual_name:
             return (
                 f"{usual_name}: rank {rank} has {name} in its place, rank {usual_rank} has {usual_name}. The "
-                "parameters differ, or are in another order: build the same groups on every rank."
+                "parameters differ, or are in another order: build the same groups on every rank, and freeze the same "
+                "parameters."
             )
         if text != usual_text:
             text, usual_text = _what_differs(text, usual_text)
@@ -234,7 +235,8 @@ def _first_difference(
     longer, more = (rank, params) if len(params) > len(usual) else (usual_rank, usual)
     shorter = usual_rank if longer == rank else rank
     name = more[min(len(params), len(usual))][0]
-    return f"{name}: rank {longer} has it, rank {shorter} does not. Add the same groups on every rank."
+    todo = "Add the same groups on every rank, and freeze the same parameters."
+    return f"{name}: rank {longer} has it, rank {shorter} does not. {todo}"
 
 
 def raise_unequal_replicas(

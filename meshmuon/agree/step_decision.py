@@ -20,10 +20,11 @@ class Activity(IntEnum):
     """How much Muon has to do in a step, on a rank or on all of them; the largest of all ranks counts."""
 
     NO_MATRIX = 0  # no param group has a matrix for Muon
-    FROZEN = 1  # there are matrices, but none requires a gradient
-    NO_GRADIENT = 2  # there are matrices to train, but none has a gradient
-    MAIN_GRAD = 3  # the same, but one has a ``main_grad``, where Megatron's wrapper puts gradients
-    ACTIVE = 4  # a matrix has a gradient, or once had one
+    ALL_FROZEN = 1  # default param groups have matrices, but none requires a gradient
+    FROZEN = 2  # the same in param groups by hand, where the user has put them
+    NO_GRADIENT = 3  # there are matrices to train, but none has a gradient
+    MAIN_GRAD = 4  # the same, but one has a ``main_grad``, where Megatron's wrapper puts gradients
+    ACTIVE = 5  # a matrix has a gradient, or once had one
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class StepDecision:
 class RankStatus(NamedTuple):
     """What a rank brings to a step, and tells the others."""
 
-    records: tuple[ParamRecord, ...]  # all parameters
+    records: tuple[ParamRecord, ...]  # all parameters but those that are frozen and were never stepped
     failure: KeptError  # what keeps it from stepping, if anything; all ranks then raise it
     # for each parameter, whether it has a gradient; the same object for as long as they are equal
     has_grad: tuple[bool, ...]

@@ -74,8 +74,8 @@ class MuonContainer(OptimizersContainer[Muon]):
         if param_group_configs:
             return super()._build_param_groups(model, param_group_configs, impl_kwargs)
         groups = get_default_muon_param_groups(
-            model, expert_keys=self._options.get("expert_keys"), conv=self._options.get("conv")
-        )
+            model, expert_keys=self._options.get("expert_keys"), conv=self._options.get("conv"), frozen=False
+        )  # torchtitan demands that its optimizers have just the parameters that train
         for group in groups:
             group["param_names"] = [canonical_fqn(name) for name in group.pop("names")]  # the keys of a checkpoint
         return {"Muon": groups}, {"Muon": ["Muon" if group["use_muon"] else "AdamW" for group in groups]}

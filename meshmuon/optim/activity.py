@@ -16,6 +16,7 @@ from ..agree.step_decision import Activity
 from ..errors import ConfigError, GradientError, InactiveWarning, RoutingWarning, level_of_user
 from ..matrices import without_wrappers
 from ..models import FILTER
+from ..params.option_table import ParamGroup
 from ..params.param_record import ParamRecord
 from ..routing.param_groups import ModelNames
 
@@ -63,7 +64,7 @@ class ActivityCheck:
 
     def refuse_filters_alone(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises for default groups without a matrix for Muon if the model has filters that could be matrices."""
-        reasons = [reasons for group in groups if isinstance(reasons := group.get("reasons"), Mapping)]
+        reasons = [group["reasons"] for group in groups if _is_default(group)]
         filters = [
             name for written in reasons for name, why in written.items() if isinstance(why, str) and why == FILTER
         ]
@@ -75,16 +76,19 @@ class ActivityCheck:
                 f'matrix; muon_for and the factories for trainers take conv="flatten" as well. {_INTENDED}'
             )
 
-    def of(self, params: Sequence[ParamRecord], has_grad: Sequence[bool]) -> Activity:
-        """The activity of this rank."""
+    def of(self, groups: Sequence[ParamGroup], params: Sequence[ParamRecord], has_grad: Sequence[bool]) -> Activity:
+        """The activity of this rank; ``params`` are those of the ``groups`` that are awake."""
         if not self._rates_seen:  # by the first step a scheduler has written what it wants into the groups
             self._rates_seen = True
-            _warn_of_shared_rates([record.param_group for record in params])
+            _warn_of_shared_rates(groups)
         if self.active or self.allowed:
             return Activity.ACTIVE
+        of_muon = [group for group in groups if group["use_muon"] and group["params"]]
         activity = Activity.NO_MATRIX
+        for group in of_muon:
+            activity = max(activity, Activity.ALL_FROZEN if _is_default(group) else Activity.FROZEN)
         for record, gradient in zip(params, has_grad, strict=True):
-            if record.param_group["use_muon"]:
+            if record.param_group["use_muon"] and (gradient or record.param.requires_grad):
                 activity = max(activity, Activity.ACTIVE if gradient else _without_gradient(record.param))
         return activity
 
@@ -101,6 +105,13 @@ class ActivityCheck:
             )
         elif activity is Activity.MAIN_GRAD:
             raise GradientError(f"{_MAIN_GRAD} {_INTENDED}")
+        elif activity is Activity.ALL_FROZEN:
+            raise ConfigError(
+                "there is no matrix for Muon: all that the default param groups have found are frozen "
+                "(requires_grad=False), and AdamW would step everything else. optimizer.routing_table() lists them. "
+                "Unfreeze some, or train the rest with torch.optim.AdamW. If they are unfrozen later, as in gradual "
+                "unfreezing, pass allow_inactive=True to the optimizer."
+            )
         elif activity is Activity.NO_GRADIENT and self._warned:
             raise GradientError(f"{_NO_GRADIENT} {_INTENDED}")
         elif activity is Activity.NO_GRADIENT:
@@ -134,9 +145,12 @@ class ActivityCheck:
 
 
 def _without_gradient(param: Tensor) -> Activity:
-    if not param.requires_grad:
-        return Activity.FROZEN
     return Activity.NO_GRADIENT if getattr(param, "main_grad", None) is None else Activity.MAIN_GRAD
+
+
+def _is_default(group: Mapping[str, Any]) -> bool:
+    """Whether ``get_default_muon_param_groups`` has made the param group."""
+    return isinstance(group.get("reasons"), Mapping)
 
 
 def _warn_of_shared_rates(groups: Sequence[Mapping[str, Any]]) -> None:

@@ -22,6 +22,7 @@ from ..state import param_state
 from ..torch_compat import SHARD_METADATA, has_local_part, local_part, zeros_like
 
 _METADATA = operator.attrgetter("shape", "dtype", "device")
+_ACTIVITY, _ASLEEP = operator.attrgetter("requires_grad", "grad"), (False, None)
 
 States = Mapping[Tensor, dict[str, Any]]
 """``optimizer.state``."""
@@ -34,16 +35,20 @@ class Collector:
     A step calls ``inspect`` and then ``check``. Parameters travel in ``comm_dtype``, None for the default, or in their
     own dtype.
 
+    A parameter that is frozen and has neither a gradient nor state sleeps: plans and other ranks know nothing of it.
+    Once awake it stays so: alternating ``requires_grad`` would else make new plans all the time.
+
     Attributes:
-        records: all parameters, param group by param group.
-        gpu: on which matrices of this rank are orthogonalised; None if that is no GPU.
-        has_grad: which of them have a gradient; the same object for as long as they are equal.
-        lacking_state: parameters that lack state, or a part of it, since the state last changed.
-        without_state: those of them that had a gradient at the last check.
+        records: all parameters that are awake, param group by param group.
+        all_records: behind them those that sleep, without matrices: QK-clip looks for pairs, of which one may be
+        frozen. gpu: on which matrices of this rank are orthogonalised; None if that is no GPU. has_grad: which of them
+        have a gradient; the same object for as long as they are equal. lacking_state: parameters that lack state, or a
+        part of it, since the state last changed. without_state: those of them that had a gradient at the last check.
     """
 
     def __init__(self, comm_dtype: CommDtypeLike, *, in_own_dtype: bool = False) -> None:
         self.records: tuple[ParamRecord, ...] = ()
+        self.all_records: tuple[ParamRecord, ...] = ()
         self.gpu: torch.device | None = None
         self.has_grad: tuple[bool, ...] = ()
         self.lacking_state: list[ParamIndex] = []
@@ -57,10 +62,12 @@ class Collector:
         self._unchecked_state: set[int] = set()  # parameters that had no gradient since their state changed
         self._checked_has_grad: tuple[bool, ...] = ()  # ``has_grad`` at the last check
 
-    def inspect(self, groups: Sequence[ParamGroup], failure: KeptError, *, expects_gradients: bool = False) -> None:
+    def inspect(
+        self, groups: Sequence[ParamGroup], states: States, failure: KeptError, *, prepares: bool = False
+    ) -> None:
         """Brings records and gradients up to date, and keeps the first error that prevents planning in ``failure``.
 
-        With ``expects_gradients``, every parameter that trains counts as one with a gradient.
+        With ``prepares``, every parameter that trains counts as one with a gradient.
 
         A param group with invalid options still yields records, from metadata alone: this rank needs them to find the
         other ranks, which must learn of its failure.
@@ -75,15 +82,17 @@ class Collector:
             self._snapshot = None
         if failure or self._snapshot is None or not self._snapshot.still_holds(groups):
             with failure:  # a param group may have lost its parameters
-                self._make_records(groups, failure)
-            self._snapshot = None if failure else Snapshot(groups)
+                self._make_records(groups, states, failure)
+            params = [record.param for record in self.all_records]
+            self._snapshot = None if failure else Snapshot(groups, params, len(self.records))
         params = [record.param for record in self.records]
-        has_grad = tuple([param.grad is not None or (expects_gradients and param.requires_grad) for param in params])
+        has_grad = tuple([param.grad is not None or (prepares and param.requires_grad) for param in params])
         if has_grad != self.has_grad:
             self.has_grad = has_grad
 
-    def _make_records(self, groups: Sequence[ParamGroup], failure: KeptError) -> None:
-        records: list[ParamRecord] = []
+    def _make_records(self, groups: Sequence[ParamGroup], states: States, failure: KeptError) -> None:
+        records, awake = list[ParamRecord](), {id(record.param) for record in self.records}
+        asleep: list[ParamRecord] = []
         for index, (group, recipe) in enumerate(zip(groups, self._recipes, strict=True)):
             if len(group["param_names"]) != len(group["params"]):
                 failure.keep(
@@ -95,6 +104,9 @@ class Collector:
                     )
                 )
             for name, param in zip(group["param_names"], group["params"], strict=False):
+                if not (param.requires_grad or param.grad is not None or id(param) in awake or states.get(param)):
+                    asleep.append(ParamRecord.of(name, param, index, group, GroupRecipe()))
+                    continue
                 comm_dtype = param.dtype if self._in_own_dtype else self._comm_dtype
                 record = ParamRecord.of(name, param, index, group, GroupRecipe(), comm_dtype)
                 with failure:
@@ -103,7 +115,7 @@ class Collector:
                     check_rounding(name, param, recipe.rounding)
                     record = ParamRecord.of(name, param, index, group, recipe, comm_dtype)
                 records.append(record)
-        self.records = tuple(records)
+        self.records, self.all_records = tuple(records), (*records, *asleep)
         self.gpu = next((record.work_device for record in records if record.work_device.type == "cuda"), None)
         self._shapes = dict.fromkeys(
             (record.group_index, shape, largest_number(record.update_dtype))
@@ -142,6 +154,10 @@ class Collector:
             self._checked_has_grad = self.has_grad
         return same_state and not self.without_state
 
+    def forget(self) -> None:
+        """Makes the next step look at everything again: a state was loaded, and parameters that have one are awake."""
+        self.records, self._snapshot = (), None
+
     def invalidate_state(self) -> None:
         if self._snapshot is not None:
             self._snapshot.forget_state()
@@ -153,12 +169,13 @@ class Snapshot:
 
     A comparison takes a fraction of a microsecond per parameter. The metadata of each parameter are read, compared and
     dropped before those of the next one: lists of a hundred thousand tuples would trigger Python's garbage collector,
-    which takes as long as the rest of the step. Tensors of the state are not kept alive.
+    which takes as long as the rest of the step. Tensors of the state are not kept alive. Of parameters that sleep, it
+    asks only whether they still do, without a call in Python for each.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], params: Sequence[Tensor], awake: int) -> None:
         self._groups = [(group, list(group["params"]), list(group["param_names"])) for group in groups]
-        self._params = [param for _, params, _ in self._groups for param in params]
+        self._params, self._asleep = params[:awake], params[awake:]
         self._metadata_getters = [SHARD_METADATA if has_local_part(param) else _METADATA for param in self._params]
         self._metadata = list(self._metadata_now())
         self._state_keys: list[tuple[str, ...]] | None = None  # of the state that was accepted
@@ -175,6 +192,7 @@ class Snapshot:
                 for now, (group, params, names) in zip(groups, self._groups, strict=True)
             )
             and all(map(operator.eq, self._metadata_now(), self._metadata))
+            and all(map(_ASLEEP.__eq__, map(_ACTIVITY, self._asleep)))
         )
 
     def same_state(self, states: States) -> bool:

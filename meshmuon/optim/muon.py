@@ -271,8 +271,9 @@ class Muon(PreparedStep):
         """What a checkpoint needs, in the form of ``torch.optim.Optimizer``: the same keys on every rank, and plain
         values.
 
-        Once there is any state, parameters that train and never had a gradient appear with zeros. Dtypes are stored by
-        name. Of a function only the name is stored, and the loading optimizer keeps its own function.
+        Once there is any state, parameters that train and never had a gradient appear with zeros. Those that are frozen
+        and have no state are listed under ``"frozen"``. Dtypes are stored by name. Of a function only the name is
+        stored, and the loading optimizer keeps its own function.
         """
         self._failures.refuse_checkpoint()
         self._drop_replaced()
@@ -280,7 +281,15 @@ class Muon(PreparedStep):
             state.create(self._groups, self.state)
             self._offload.put_away(self.state)
             self._offload.settle()
-        return state.storable(super().state_dict())
+        saved = state.storable(super().state_dict())
+        keys = (key for group in saved["param_groups"] for key in group["params"])
+        params = (param for group in self.param_groups for param in group["params"])
+        frozen = [
+            key
+            for key, param in zip(keys, params, strict=True)
+            if not param.requires_grad and key not in saved["state"]
+        ]
+        return {**saved, state.FROZEN: frozen} if frozen else saved
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Loads a ``state_dict``. One that does not fit is refused before anything is overwritten.
@@ -326,6 +335,7 @@ class Muon(PreparedStep):
         self._failures = StepFailures()
         # Accelerate loads what it has just saved, and exchanges the parameters afterwards.
         self._only_prepared = self._only_prepared and not any(map(has_begun, self.state.values()))
+        self._collector.forget()
         self._planner.forget_steps()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:

@@ -60,7 +60,7 @@ logger = logging.getLogger("meshmuon")
 class StepContext:
     """The data of one call of ``step()``, handed from method to method."""
 
-    records: tuple[ParamRecord, ...]  # all parameters, param group by param group
+    records: tuple[ParamRecord, ...]  # all parameters that are awake (``Collector``), param group by param group
     has_grad: tuple[bool, ...]  # whether each of them has a gradient, or in ``prepare()`` may get one
     qk_logits: Any  # the logits given to ``step()``
     failure: KeptError  # this rank's first error
@@ -149,7 +149,7 @@ class MuonStep(torch.optim.Optimizer):
     def _inspect(self, qk_logits: Any, failure: KeptError, *, only_prepares: bool = False) -> StepContext:
         """Looks at parameters, gradients, state and options."""
         self._failures.refuse_step()
-        self._collector.inspect(self._groups, failure, expects_gradients=only_prepares)
+        self._collector.inspect(self._groups, self.state, failure, prepares=only_prepares)
         records, has_grad = self._collector.records, self._collector.has_grad
         unreported = self._failures.to_report()
         failure.keep(
@@ -165,7 +165,7 @@ class MuonStep(torch.optim.Optimizer):
                 self._drop_replaced()
                 if not self._collector.check(self._groups, self.state):
                     self._step_params.drop()
-                self._qk_clip.check(records, qk_logits)
+                self._qk_clip.check(self._collector.all_records, qk_logits)
                 if not only_prepares:
                     step.nonfinite = self._nonfinite.known_to_host(records, step.scaling)
                     begun = bool(self.state) and not self._only_prepared
@@ -190,6 +190,7 @@ class MuonStep(torch.optim.Optimizer):
         if self._only_prepared:  # its zeros are no state: if another rank has loaded some, this one has lost its own
             with_grad = (ParamIndex(k) for k, has_grad in enumerate(step.has_grad) if has_grad)
             without_state, states = [k for k in with_grad if self._keeps(step.records[k])], {}
+        steps = not (step.failure or step.only_prepares)
         status = RankStatus(
             records=step.records,
             failure=step.failure,
@@ -197,9 +198,7 @@ class MuonStep(torch.optim.Optimizer):
             prepared_plan=prepared_plan,
             nonfinite=step.nonfinite,
             has_work=step.has_work,
-            activity=Activity.NO_MATRIX
-            if step.failure or step.only_prepares
-            else self._activity.of(step.records, step.has_grad),
+            activity=self._activity.of(self._groups, step.records, step.has_grad) if steps else Activity.NO_MATRIX,
             hyperparameters=hyperparameters,
             without_state=without_state,
             presence=StatePresence(step.records, states, self._keeps),
@@ -281,7 +280,8 @@ class MuonStep(torch.optim.Optimizer):
             failed_everywhere = (
                 isinstance(failure.error, OrthogonalizeError) if alone else self._executor.failed_for_all
             )
-            logits = None if failed_everywhere else self._qk_clip.apply(records, step.qk_logits, step.skip_mask)
+            all_records = self._collector.all_records
+            logits = None if failed_everywhere else self._qk_clip.apply(all_records, step.qk_logits, step.skip_mask)
             if step.recorder is not None:  # also after a failure: the other ranks wait for this rank's numbers
                 skips: dict[str, Any] = {"skipped": self._nonfinite.skipped, "skip_mask": step.skip_mask}
                 failure.keep(self._meter.finish(step.recorder, decision, self._groups, logits=logits or {}, **skips))

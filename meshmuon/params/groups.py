@@ -39,6 +39,10 @@ _CALL_OF_TRAINERS = (
     'optimizer_cls_and_kwargs=(muon, {"lr": ...}) with muon from meshmuon.integrations.hf; elsewhere, muon_for(model, lr=...) '
     "of meshmuon.integrations.factory."
 )
+_CALL_OF_UNFREEZING = (
+    "If a trainer adds parameters that it has unfrozen, as Lightning's BaseFinetuning does, build the optimizer with "
+    "the whole model, Muon(model, lr=...): it keeps frozen parameters in its groups, and nothing has to be added."
+)
 _CHECKS = {
     use_muon: [(option.name, option.check) for option in group_options(use_muon) if option.check is not None]
     for use_muon in (True, False)
@@ -77,7 +81,8 @@ def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, T
     if not isinstance(group.get("use_muon"), bool):
         keys = sorted(map(str, group))
         raise ConfigError(
-            f"group {index} needs use_muon=True or use_muon=False, it has {keys}. {_RIGHT_CALL} {_CALL_OF_TRAINERS}"
+            f"group {index} needs use_muon=True or use_muon=False, it has {keys}. {_RIGHT_CALL} "
+            + (_CALL_OF_UNFREEZING if others else _CALL_OF_TRAINERS)
         )
     for key in _OPTIMIZER_KEYS:
         if key in group:
@@ -329,6 +334,8 @@ def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:
                 f"{name} has dtype {param.dtype}; Muon needs floating point parameters of 16, 32 or 64 bits."
             )
         matrix_sets = find_matrices(name, param.shape, matrix_options_of(group))
+        if not param.requires_grad:
+            return  # a step checks the rest before it trains it
         check_rule_memory(name, matrix_sets, resolve_rules(group["rule"]))
         for matrix_set in matrix_sets:
             check_overflow(group, name, matrix_set.lr_shape, largest_number(param.dtype))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, RoutingWarning, level_of_user
@@ -21,7 +22,7 @@ from ..matrices import (
     without_wrappers,
 )
 from ..models import ModelContents, ParamContents, model_from_names
-from ..params.checks import refuse_uninitialised, shown
+from ..params.checks import FLOAT_DTYPES, check_flag, refuse_uninitialised, shown
 from ..params.flattened import refuse_flattened_model
 from ..params.option_table import matrices_as_dicts
 from .table import is_first_of_ranks
@@ -56,22 +57,27 @@ def get_default_muon_param_groups(
     *,
     conv: str | None = None,
     split: Split | None = None,
+    frozen: bool = True,
 ) -> list[dict[str, Any]]:
-    """Splits a model's trainable parameters into a Muon group and two AdamW groups, the second without weight decay.
+    """Splits a model's parameters into a Muon group and two AdamW groups, the second without weight decay.
 
     Matrices go to Muon, each expert and each part of a fused weight separately. Embeddings, output heads and everything
     tied to these, tables, scales and parameters of fewer than two dims go to AdamW. Of these, norms, biases and all
     others of fewer than two dims have no weight decay. What is inside a parameter is known for the architectures of
     transformers, timm, torchvision, diffusers, torchtitan and PEFT; see docs/models.md.
 
+    Frozen parameters are in the same groups, since they may be unfrozen later. Until then they cost nothing. Those of
+    dtypes that no step could train, such as quantised ones, are left out.
+
     Args:
         model: the model. It may be wrapped by DDP, torch.compile or activation checkpointing.
-        is_muon_func: ``(name, parameter) -> bool`` replaces the whole decision. It is not asked about frozen parameters
-            and those of fewer than two dims.
+        is_muon_func: ``(name, parameter) -> bool`` replaces the whole decision. It is not asked about parameters of
+            fewer than two dims.
         expert_keys: a 3-D parameter whose name contains one of these is a stack of expert matrices.
         conv: ``"flatten"`` sends convolution filters to Muon too, except depthwise ones.
         split: how fused weights are cut, where it is not None, instead of how they are known to be; as the option of
-            ``Muon``.
+        ``Muon``. frozen: False leaves out all frozen parameters. They are never trained then, even if they are
+        unfrozen.
 
     Returns:
         Up to three param groups, in this order, each with ``params``, ``names``, ``use_muon`` and ``reasons``, ready
@@ -89,6 +95,7 @@ def get_default_muon_param_groups(
     for name, param in model.named_parameters():
         refuse_uninitialised(name, param)
     refuse_flattened_model(model)
+    check_flag({"frozen": frozen}, "frozen", "get_default_muon_param_groups")
     contents = _contents_of(model, keys, conv, is_muon_func)
     options = {"expert_keys": keys or None, "conv": conv, "split": split}
     options = {key: value for key, value in options.items() if value is not None}
@@ -96,16 +103,18 @@ def get_default_muon_param_groups(
         {"params": [], "names": ModelNames(model), **further}
         for further in ({"use_muon": True, **options}, {"use_muon": False}, {"use_muon": False, "weight_decay": 0.0})
     ]
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            param_group = param_groups[0 if contents[name].route == "muon" else 1 if contents[name].decays else 2]
-            param_group["params"].append(param)
-            param_group["names"].append(name)
-    filled = [param_group for param_group in param_groups if param_group["params"]]
-    if not filled:
+    params = dict(model.named_parameters())
+    if not any(param.requires_grad for param in params.values()):
         raise ConfigError(
             "the model has no trainable parameters: every requires_grad is False, or it has no parameters."
         )
+    for name, found in contents.items():
+        if not (frozen or params[name].requires_grad):
+            continue
+        param_group = param_groups[0 if found.route == "muon" else 1 if found.decays else 2]
+        param_group["params"].append(params[name])
+        param_group["names"].append(name)
+    filled = [param_group for param_group in param_groups if param_group["params"]]
     for param_group in filled:
         _describe(param_group, contents)
     return filled
@@ -144,11 +153,12 @@ def param_groups_from(params: Any, expert_keys: Sequence[str] | None, conv: str 
 def _contents_of(
     model: nn.Module, keys: Sequence[str], conv: str | None, is_muon_func: Callable[[str, Tensor], bool] | None
 ) -> dict[str, ParamContents]:
-    """What the trainable parameters are, by name, as the user's function says or as it is known."""
+    """What the parameters are, by name, as the user's function says or as it is known."""
     known, contents = ModelContents(model, keys, conv), {}
     for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
+        dense = param.layout == torch.strided and not (param.is_nested or param.is_quantized)
+        if not (param.requires_grad or (dense and param.dtype in FLOAT_DTYPES)):
+            continue  # frozen for good
         found = known.of_param(name)
         if is_muon_func is not None and param.dim() >= 2:
             use_muon = _ask(is_muon_func, name, param)

@@ -41,6 +41,7 @@ class RoutingRow:
         lr: learning rate, multiplied by the factor for the matrix's shape.
         rms: predicted root mean square of the entries of a step; for AdamW the typical 0.2·lr.
         why: why it has this route, and what is inside it; "" if the group does not say.
+        frozen: whether it requires no gradient. ``lr`` and ``rms`` are then those of a step once it is unfrozen.
     """
 
     name: str
@@ -51,12 +52,13 @@ class RoutingRow:
     lr: float
     rms: float
     why: str = ""
+    frozen: bool = False
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
         shape = "×".join(map(str, self.shape)) or "scalar"
         numbers = (str(self.matrices or "-"), f"{self.lr:.3g}", f"{self.rms:.3g}")
-        return (self.name, shape, self.layout, self.route, *numbers, self.why)
+        return (self.name, shape, self.layout, self.route + ", frozen" * self.frozen, *numbers, self.why)
 
     def __str__(self) -> str:
         return "  ".join(self.cells()).rstrip()
@@ -114,7 +116,7 @@ def build_routing_table(
             rows.append(_row(name, param, param_group, matrix_sets, why))
             if gathers_int8 and (layout := own_layout(param)[0]) is not None and matrix_sets:
                 cut += [name] if any(map(partial(layout_cuts_blocks, layout), matrix_sets)) else []
-            doubt = _doubt(name, matrix_sets, why)
+            doubt = _doubt(name, matrix_sets, why) if param.requires_grad else ""
             if doubt:
                 doubts.setdefault((doubt, _kind_of(name)), []).append(name)
     for (doubt, _), (name, *others) in doubts.items():
@@ -153,13 +155,17 @@ def _reason_of(name: str, param_group: Mapping[str, Any]) -> str:
 def _row(name: str, param: Tensor, param_group: ParamGroup, matrix_sets: Sequence[MatrixSet], why: str) -> RoutingRow:
     lr, shape = float(param_group["lr"]), tuple(param.shape)
     if not param_group["use_muon"]:
-        return RoutingRow(name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr, why)
+        return RoutingRow(
+            name, shape, layout_text(name, param), "adamw", 0, lr, _ADAMW_RMS * lr, why, not param.requires_grad
+        )
     rule: AdjustLR = param_group["adjust_lr_fn"]
     # parts of a fused weight may differ
     largest = max(matrix_sets, key=lambda matrix_set: lr_factor(rule, *matrix_set.lr_shape))
     factor, rms = lr_factor(rule, *largest.lr_shape), update_rms(rule, *largest.lr_shape)
     count = sum(matrix_set.count for matrix_set in matrix_sets)
-    return RoutingRow(name, shape, layout_text(name, param), "muon", count, lr * factor, lr * rms, why)
+    return RoutingRow(
+        name, shape, layout_text(name, param), "muon", count, lr * factor, lr * rms, why, not param.requires_grad
+    )
 
 
 def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
@@ -181,9 +187,8 @@ def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
 
 def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     scheme, given = resolve_scheme(param_group["scheme"], param_group["ns_steps"]), param_group["compute_dtype"]
-    dtypes = dict.fromkeys(
-        given or default_compute_dtype(work_device(param), param.dtype) for param in param_group["params"]
-    )
+    trained = [param for param in param_group["params"] if param.requires_grad]
+    dtypes = dict.fromkeys(given or default_compute_dtype(work_device(param), param.dtype) for param in trained)
     reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
     return [
         f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it."
@@ -239,9 +244,10 @@ def _unused_entries(shown_groups: Sequence[ParamGroup], param_groups: Sequence[P
 
 def _rounding_warnings(param_groups: Sequence[ParamGroup]) -> list[str]:
     stochastic = [param_group for param_group in param_groups if param_group["rounding"] == "stochastic"]
-    if not stochastic or any(rounds_stochastically(param, group) for group in stochastic for param in group["params"]):
+    trained = [(param, group) for group in stochastic for param in group["params"] if param.requires_grad]
+    if not trained or any(rounds_stochastically(param, group) for param, group in trained):
         return []
-    dtypes = sorted({str(param.dtype).removeprefix("torch.") for group in stochastic for param in group["params"]})
+    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param, _ in trained})
     return [f'rounding="stochastic" has no effect: it is for bfloat16 parameters, and these are {", ".join(dtypes)}.']
 
 

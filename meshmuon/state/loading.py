@@ -25,6 +25,7 @@ from ..params.option_table import ParamGroup, group_options
 from ..torch_compat import local_part
 from .param_state import (
     COUNTER,
+    FROZEN,
     MOMENTUM,
     NOT_STORED,
     SCALES,
@@ -79,7 +80,8 @@ def fit(
     _check_structure(state_dict)
     saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
     _refuse_other_optimizers(param_groups, saved_groups)
-    found = _match(param_groups, saved_groups, strict)
+    frozen = set(state_dict.get(FROZEN, ()))  # when it was saved; of earlier versions it is not known
+    found = _match(param_groups, saved_groups, frozen, strict)
     fitted, number = Fitted({}, [], []), 0
     for index, (param_group, members) in enumerate(zip(param_groups, found, strict=True)):
         options, names = _saved_options(param_group, index, members, saved_groups), list(param_group["param_names"])
@@ -94,7 +96,8 @@ def fit(
             raise StateError(f"group {index} of the state_dict has options that cannot be used. {error}") from error
         for name, param, member in zip(names, param_group["params"], members, strict=True):
             entry = {} if member is None else saved_state.get(member.key, _MISSING)
-            if entry is _MISSING and saved_state and param.requires_grad and strict and member is not None:
+            lost = entry is _MISSING and saved_state and not (member is None or member.key in frozen)
+            if lost and param.requires_grad and strict and member is not None:
                 raise StateError(
                     f"{name} trains, but the state_dict has nothing for it, although it has state of other "
                     f"parameters. Either the state was lost, or {name} was frozen when it was saved. To start it from "
@@ -166,7 +169,7 @@ def _refuse_other_optimizers(param_groups: Sequence[ParamGroup], saved_groups: S
 
 
 def _match(
-    param_groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]], strict: bool
+    param_groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]], frozen: set[Any], strict: bool
 ) -> list[list[_SavedParam | None]]:
     """Where the state_dict has each parameter of each group; None if it does not know it."""
     names = [[without_wrappers(name) for name in param_group["param_names"]] for param_group in param_groups]
@@ -183,7 +186,7 @@ def _match(
     new = [
         name for name, param in zip(_flat(names), params, strict=True) if name not in by_name and param.requires_grad
     ]
-    unknown = [name for name in by_name if name not in known]
+    unknown = [name for name, saved in by_name.items() if name not in known and saved.key not in frozen]
     if strict and (new or unknown):
         raise StateError(
             f"the state_dict is of other parameters. It lacks {_listed(new)}; the optimizer lacks {_listed(unknown)}. "

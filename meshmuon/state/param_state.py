@@ -29,6 +29,8 @@ MOMENTUM, SCALES, COUNTER = "momentum_buffer", "momentum_scale", "rounding_count
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _ORDER = {key: place for place, key in enumerate((MOMENTUM, SCALES, RULE_STATE, *ADAMW_KEYS, COUNTER))}
+FROZEN = "frozen"
+"""Key of a state_dict beside its groups: the parameters, as groups list them, that are frozen and have no state."""
 NOT_STORED = "<not stored: "
 """How the text begins that stands in a state_dict for a value that cannot be stored."""
 

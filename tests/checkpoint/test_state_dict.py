@@ -189,16 +189,22 @@ def test_wrong_state_is_refused(edit: Any, message: str) -> None:
         optimizer.load_state_dict(foreign)
 
 
-def test_what_was_frozen_starts_from_zero_only_on_purpose() -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_what_was_frozen_starts_from_zero(known: bool) -> None:
+    """By itself where the checkpoint says so; those of earlier versions do not, so that only the user can know."""
     params = make()
     optimizer = build(params)
     steps(optimizer, params, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["frozen"] == [FROZEN]
     twins = [nn.Parameter(param.detach().clone()) for param in params]
     fresh = build(twins)
-    with pytest.raises(StateError, match=rf"layers\.{FROZEN}\.weight was frozen when it was saved"):
-        fresh.load_state_dict(saved)
-    fresh.load_state_dict({**saved, "state": {**saved["state"], FROZEN: {}}})
+    if not known:
+        del saved["frozen"]
+        with pytest.raises(StateError, match=rf"layers\.{FROZEN}\.weight was frozen when it was saved"):
+            fresh.load_state_dict(saved)
+        saved["state"][FROZEN] = {}
+    fresh.load_state_dict(saved)
     run(fresh, twins, [0])
     assert_same_bits([fresh.state[twins[FROZEN]]["momentum_buffer"]], [gradients(twins, 0)[FROZEN]])
 

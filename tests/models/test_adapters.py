@@ -23,8 +23,8 @@ def adapted(config: Any, model_type: str = "phi3", **options: Any) -> nn.Module:
 
 
 def rows(model: nn.Module) -> dict[str, tuple[str, int, str]]:
-    """The ends of names, and where they go."""
-    table = Muon(get_default_muon_param_groups(model)).routing_table()
+    """The ends of the names of what trains, and where they go."""
+    table = Muon(get_default_muon_param_groups(model, frozen=False)).routing_table()
     return {
         row.name.split("layers.0.")[-1].replace(".default", ""): (row.route, row.matrices, row.why)
         for row in table.rows
@@ -44,6 +44,17 @@ def test_lora() -> None:
     }
 
 
+def test_the_frozen_base_is_routed_as_alone() -> None:
+    model = adapted(peft.LoraConfig(r=6, target_modules=["qkv_proj", "o_proj", "gate_up_proj"]))
+    frozen = {row.name: row for row in Muon(model).routing_table().rows if row.frozen}
+    alone = Muon(model.get_base_model().__class__(model.get_base_model().config)).routing_table().rows
+    assert len(frozen) == len(alone)
+    for row in alone:
+        name = "base_model.model." + row.name
+        found = frozen.get(name) or frozen[name.replace("_proj.weight", "_proj.base_layer.weight")]
+        assert (found.route, found.matrices, found.why) == (row.route, row.matrices, row.why), name
+
+
 @pytest.mark.parametrize("rank", [2, 4])
 def test_small_ranks_are_matrices(rank: int) -> None:
     """The rule about few rows is for gates and boxes, not for a basis of r rows."""
@@ -53,7 +64,7 @@ def test_small_ranks_are_matrices(rank: int) -> None:
 
 
 def test_rank_1_is_a_vector() -> None:
-    groups = get_default_muon_param_groups(adapted(peft.LoraConfig(r=1, target_modules=["o_proj"])))
+    groups = get_default_muon_param_groups(adapted(peft.LoraConfig(r=1, target_modules=["o_proj"])), frozen=False)
     assert [group["use_muon"] for group in groups] == [False]
 
 
@@ -86,7 +97,7 @@ def test_lora_of_expert_stacks() -> None:
     ids=lambda config: type(config).__name__,
 )
 def test_other_adapters_go_to_adamw(config: Any) -> None:
-    groups = get_default_muon_param_groups(adapted(config))
+    groups = get_default_muon_param_groups(adapted(config), frozen=False)
     assert [group["use_muon"] for group in groups] == [False]
     Muon(groups)
 

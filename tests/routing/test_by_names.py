@@ -105,12 +105,12 @@ def test_weights_tied_under_two_names_are_one_parameter() -> None:
     assert "decoder.weight" not in found
 
 
-def test_frozen_parameters_are_left_out_and_options_hold() -> None:
+def test_frozen_parameters_are_routed_and_options_hold() -> None:
     model = Vision()
     model[3].weight.requires_grad_(False)
     with pytest.warns(RoutingWarning, match="without the model"):
         optimizer = Muon(list(model.named_parameters()), lr=0.5e-2, conv="flatten")
-    assert "3.weight" not in routes(optimizer)
+    assert routes(optimizer)["3.weight"][0] == "muon"
     assert routes(optimizer)["0.weight"][0] == "muon"
     assert routes(optimizer)["2.weight"][0] == "adamw"  # depthwise, by its shape
     assert optimizer.param_groups[0]["conv"] == "flatten"

@@ -199,12 +199,10 @@ def test_names(name: str, in_muon: bool) -> None:
     assert is_table_name(name) != in_muon
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_routed_as_if_they_trained() -> None:
     model = Model()
     model.layers[0].requires_grad_(False)
-    found = routes(model)
-    assert not any(name.startswith("layers.0.") for name in found)
-    assert {name for name in HIDDEN if name.startswith("layers.1.")} < set(found)
+    assert routes(model) == routes(Model())
 
 
 def test_a_model_without_matrices_gives_one_group() -> None:
@@ -221,7 +219,7 @@ def test_nothing_to_train_is_refused(model: nn.Module) -> None:
 
 
 def test_is_muon_func_decides_alone() -> None:
-    """It sees every trainable parameter of two and more dims, and nothing else."""
+    """It sees every parameter of two and more dims, also frozen ones, and nothing else."""
     model = HubModel()
     model.layers[1].requires_grad_(False)
     seen: dict[str, Tensor] = {}
@@ -230,8 +228,8 @@ def test_is_muon_func_decides_alone() -> None:
         seen[name] = param
         return "first" in name or "mlp" in name
 
-    assert muon_names(model, is_muon_func=decide) == {"first.weight", "layers.0.mlp.weight"}
-    expected = {name: p for name, p in model.named_parameters() if p.dim() >= 2 and p.requires_grad}
+    assert muon_names(model, is_muon_func=decide) == {"first.weight", "layers.0.mlp.weight", "layers.1.mlp.weight"}
+    expected = {name: p for name, p in model.named_parameters() if p.dim() >= 2}
     assert seen.keys() == expected.keys()
     assert all(seen[name] is expected[name] for name in expected)
 
