@@ -136,7 +136,7 @@ def _expert_stack(row: RoutingRow, holder: nn.Module, last: str, counts: Counter
 def _fused(
     row: RoutingRow, holder: nn.Module, owner: nn.Module, label: str, doubts: list[str], counts: Counter[str]
 ) -> Iterator[str]:
-    if not isinstance(holder, (nn.Linear, *CONVOLUTIONS)) and type(holder).__name__ != "Conv1D":
+    if not isinstance(holder, nn.Linear) and type(holder).__name__ != "Conv1D":
         return
     cut = any(
         label in cut_layers(cls) for cls in type(owner).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module
