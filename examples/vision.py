@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshmuon import Muon, get_default_muon_param_groups
+from meshmuon import Muon
 
 ANGLES, SIZE = 8, 16
 
@@ -44,7 +44,7 @@ def main(steps: int) -> None:
     blocks = (Residual(16), nn.Conv2d(16, 32, 3, stride=2, padding=1), Residual(32))
     model = nn.Sequential(stem, *blocks, pool, nn.Flatten(), nn.Linear(32, ANGLES)).to(device)
 
-    optimizer = Muon(get_default_muon_param_groups(model, conv="flatten"), lr=1e-2, weight_decay=0.1)
+    optimizer = Muon(model, lr=1e-2, weight_decay=0.1)
     print(optimizer.routing_table())
     for step in range(1, steps + 1):
         images, labels = (tensor.to(device) for tensor in batch(step))

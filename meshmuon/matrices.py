@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from .errors import ConfigError, shown
 
-Conv: TypeAlias = Literal["flatten"]
+Conv: TypeAlias = Literal["flatten", "adamw"]
 ExpertDims: TypeAlias = Literal["out_in", "in_out"]
 CONV_OPTIONS = (None, *get_args(Conv))
 EXPERT_DIMS: tuple[str, ...] = get_args(ExpertDims)

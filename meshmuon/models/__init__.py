@@ -5,7 +5,7 @@ works where none is installed.
 """
 
 from .by_names import model_from_names
-from .contents import LOOKS_FUSED, LORA_FACTOR, UNKNOWN_STACK, ModelContents, ParamContents
+from .contents import CONV_ADAMW, LOOKS_FUSED, LORA_FACTOR, UNKNOWN_STACK, ModelContents, ParamContents
 from .fused import looks_fused_name
 from .names import is_table_name, name_parts
-from .not_matrices import FILTER
+from .not_matrices import SMALL_FILTER

@@ -10,15 +10,17 @@ from torch import Tensor, nn
 from ..matrices import ONE_MATRIX, ParamMatrices, part_sizes
 from .experts import stack_of
 from .fused import fused_split, looks_fused_name
-from .heads import HeadFinder, declared_heads, last_linear
+from .heads import HeadFinder, declared_heads, is_repeated, last_linear
 from .names import is_embedding_name
-from .not_matrices import FEW_ROWS, FILTER, filter_reason, has_few_rows, kind_of_filter, why_no_matrix
+from .not_matrices import FEW_ROWS, Filter, filter_of, has_few_rows, why_no_matrix, why_not_flattened
 from .place import ParamPlace, models_in, places_of
 from .traced import convolved_in_graphs, cut_in_graph, is_instance, looked_up_in_graphs
 
 LOOKS_FUSED = "matrix: looks fused, parts unknown"
 UNKNOWN_STACK = "more than two dims, not known as a stack of matrices"
 """Reasons that lead to a warning or an error."""
+CONV_ADAMW = 'conv="adamw"'
+"""The reason of filters that Muon would have by default."""
 LORA_FACTOR = "LoRA "
 """What the reasons of LoRA's factors begin with."""
 
@@ -64,7 +66,7 @@ class ModelContents:
         self._places = {place.name: place for place in places}
         self._embeddings = [_addresses(param) for param in _embeddings(model, places)]
         self._filters = {
-            id(param): kind_of_filter(groups, transposed="transpose" in function)
+            id(param): Filter(groups, transposed="transpose" in function)
             for param, function, groups in convolved_in_graphs(model)
         }
         self._heads = [_addresses(param) for param in declared_heads(model)]
@@ -93,7 +95,10 @@ class ModelContents:
                 own = _is_embedding(place.module) or reason == "output head" or not is_instance(place.module, nn.Linear)
                 return ParamContents("adamw", reason if own else f"tied to an {reason}")
         if is_embedding_name(list(place.parts)) and not self._is_expert(place):
-            return ParamContents("adamw", "embedding: by name")
+            if filter_of(place, self._filters) is None:
+                return ParamContents("adamw", "embedding: by name")
+            if not is_repeated(place):  # a patch embedding may be a network
+                return ParamContents("adamw", "patch embedding")
         return None
 
     def _is_expert(self, place: ParamPlace) -> bool:
@@ -104,10 +109,10 @@ class ModelContents:
         no_matrix, stack = why_no_matrix(place), stack_of(place)
         if self._is_expert(place) and no_matrix not in ("bias", "norm"):
             return ParamContents("muon", "expert_keys", ONE_MATRIX if stack is None else stack[1])
-        kind = filter_reason(place, self._filters)
-        if kind == FILTER and self._conv == "flatten":
-            return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
-        reason = kind or no_matrix or self._head_finder.reason(place)
+        conv_filter = filter_of(place, self._filters)
+        if conv_filter is not None:
+            return self._filter(place, conv_filter)
+        reason = no_matrix or self._head_finder.reason(place)
         if reason is None and stack is not None:
             if not has_few_rows(place):
                 return _in_parts(*stack, place.param.shape[-1 if stack[1].dims == "in_out" else -2])
@@ -117,6 +122,27 @@ class ModelContents:
         if reason is None and place.param.dim() == 2 and has_few_rows(place):
             reason = "at most 4 rows or columns: too few for Muon"
         return None if reason is None else ParamContents("adamw", reason)
+
+    def _filter(self, place: ParamPlace, conv_filter: Filter) -> ParamContents:
+        """A filter of a convolution. Those that AdamW has are matrices, too, for a user who gives them to Muon."""
+        rows, channels = place.param.shape[:2]
+        if conv_filter.groups > 1:
+            inputs = rows if conv_filter.transposed else channels * conv_filter.groups
+            kind = "depthwise" if conv_filter.groups == inputs else "grouped"
+            return ParamContents("adamw", f"filter of a {kind} convolution")
+        matrices = ParamMatrices(flatten=True, dims="in_out" if conv_filter.transposed else "out_in")
+        if self._conv == "flatten":
+            return ParamContents("muon", 'conv="flatten"', matrices)
+        reason = why_not_flattened(place, conv_filter) or self._head_finder.reason(place)
+        if reason is None and place.name in self._last:
+            reason = "output head: the last layer"
+        if reason is None and self._conv == "adamw":
+            reason = CONV_ADAMW
+        if reason is not None:
+            return ParamContents("adamw", reason, matrices)
+        if conv_filter.transposed:
+            return ParamContents("muon", "matrix, filter (in, out·kernel)", matrices)
+        return _whole_or_parts(place, matrices, "matrix, filter (out, in·kernel)", rows, place.param.numel() // rows)
 
     def _matrix(self, place: ParamPlace) -> ParamContents:
         flat = next((rows for holder, rows in _FLATTENED.items() if place.held_by(holder)), {}).get(place.parts[-1])
@@ -134,15 +160,19 @@ class ModelContents:
         dims = "in_out" if flipped else "out_in"
         rows, cols = place.param.shape
         outputs, inputs = (cols, rows) if flipped else (rows, cols)
-        known = fused_split(place, outputs, inputs)
-        stored = " stored (in, out)" if flipped else ""
-        if known is not None or looks_fused_name(place.parts):
-            in_graph = cut_in_graph(place.modules, place.parts, outputs)
-            known = known if in_graph is None else ("parts, as its graph cuts them", in_graph)
-        if known is not None and known[1] is not None:
-            return _in_parts(f"fused {known[0]}{stored}", ParamMatrices(dims=dims, split=known[1]), outputs)
-        reason = LOOKS_FUSED if known is None and looks_fused_name(place.parts) else f"matrix{stored}"
-        return ParamContents("muon", reason, ParamMatrices(dims=dims))
+        kind = "matrix stored (in, out)" if flipped else "matrix"
+        return _whole_or_parts(place, ParamMatrices(dims=dims), kind, outputs, inputs)
+
+
+def _whole_or_parts(place: ParamPlace, matrices: ParamMatrices, kind: str, outputs: int, inputs: int) -> ParamContents:
+    """A weight that is one matrix of this kind, or several fused ones."""
+    known = fused_split(place, outputs, inputs)
+    if known is not None or looks_fused_name(place.parts):
+        in_graph = cut_in_graph(place.modules, place.parts, outputs)
+        known = known if in_graph is None else ("parts, as its graph cuts them", in_graph)
+    if known is not None and known[1] is not None:
+        return _in_parts(f"fused {known[0]}{kind.removeprefix('matrix')}", replace(matrices, split=known[1]), outputs)
+    return ParamContents("muon", LOOKS_FUSED if known is None and looks_fused_name(place.parts) else kind, matrices)
 
 
 def _in_parts(reason: str, matrices: ParamMatrices, outputs: int) -> ParamContents:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..matrices import Interleaved, Split
+from .names import is_number
 from .place import ParamPlace
-from .traced import is_instance
+from .traced import class_of, is_instance
 
 _QKV = r"qkv|qkv_proj|qkv_linear|[wW]_?qkv|to_qkv|attn_qkv|c_attn|att_proj|in_proj_weight|in_proj_qkv"
 _GATED_MLP = r"(\w+_)?(gate_?up|gate_and_up|up_gate)(_proj|_layer|_z|_weight)?|w_?12|w_?13|weights_in"
@@ -29,6 +30,8 @@ _ADA_NORM = (
 )
 
 
+_ATTENTION = r"(?i)attn|attention|(^|_)mha($|_)|multi_?head"
+_ONE_PROJECTION = r"(\w+_)?(w?[qkvo]|kv|query|key|value|out)s?(_\w+)?$"
 _HALVES_OF_HEADS, _THIRDS_OF_HEADS = (", ".join([f"outputs/heads/{count}"] * count) for count in (2, 3))
 
 
@@ -48,6 +51,7 @@ class Fused:
     owner: str = ""  # regular expression for a class of the module that uses it; "" for any
     when: str = ""  # an attribute of the owner or its config that must be set
     beside: str = ""  # regular expression for the name of another layer that the owner must have
+    within: str = ""  # regular expression for a part of the class or the name of the layer or its owner
 
 
 FUSED: tuple[Fused, ...] = (
@@ -79,9 +83,10 @@ FUSED: tuple[Fused, ...] = (
     Fused(
         "q1, q2, k1, k2, v", "to_qkv", "outputs/5", "", "StableAudio3SelfAttention|SAMEAttention", "use_differential"
     ),
+    Fused("k1, k2, v", "to_kv", "outputs/3", "", "StableAudio3CrossAttention", "use_differential"),
     # timm's.
     Fused("k, v", "qkv", "inputs, inputs", "", "WindowAttentionGlobal", "use_global"),  # q comes from elsewhere
-    Fused("q, k, v of each head", "qkv", _THIRDS_OF_HEADS, "heads", "AttentionCl", "head_first"),
+    Fused("q, k, v of each head", "qkv", _THIRDS_OF_HEADS, "heads", "Attention(Cl|2d)", "head_first"),
     Fused("q, k, v of each head", r"qkv|qkv\.linear", "key_dim, key_dim, val_dim", "heads"),
     Fused("k, v of each head", r"kv\.linear", "key_dim, val_dim", "heads"),
     # LeViT keeps its linear layers beside their batch norms, one level down: the owner is that pair.
@@ -131,6 +136,7 @@ FUSED: tuple[Fused, ...] = (
     Fused("q, k, v", _QKV, "heads*head_dim, heads*head_dim, heads*head_dim"),
     Fused("k, v", "c_attn|in_proj_weight", "outputs/2", beside=r"q|q_\w+|to_q|[wW]_?q|query\w*"),  # cross-attention
     Fused("q, k, v", _QKV, "proven_q, proven_kv, proven_kv"),
+    Fused("thirds", "in_proj", ", ".join(["out_proj.in_features"] * 3)),
     Fused("k, v", r"kv|to_kv|w_?kv|kv_linear|key_value|kv_proj", "outputs/2"),
     Fused("q, k", r"qk|to_qk", "outputs/2"),
     Fused("q, k", "proj", "outputs/2", "", "EsmFoldSequenceToPair"),
@@ -164,6 +170,8 @@ FUSED: tuple[Fused, ...] = (
     Fused("shift, scale", "proj_out_1", "inputs", "", "Transformer2DModel"),
     Fused("pre, post, comb", "fn", "hc_mult, hc_mult, hc_mult*hc_mult", "", "HyperConnection"),
     Fused("pre, post", "fn", "hc_mult, hc_mult", "", "HyperConnection"),
+    # under any other name
+    Fused("q, k, v", rf"(?!{_ONE_PROJECTION})\w+", "a_third, a_third, a_third", within=_ATTENTION),
 )
 """Rows are tried in order. A row whose sizes are unknown or do not add up does not count."""
 
@@ -196,6 +204,8 @@ def fused_split(place: ParamPlace, outputs: int, inputs: int) -> tuple[str, Spli
             continue
         if (row.owner and not place.owned_by(row.owner)) or (row.when and not place.flag(row.when)):
             continue
+        if row.within and not _says(place, row.within):
+            continue
         if row.beside and not any(re.fullmatch(row.beside, label) for label, _, _ in place.neighbours()):
             continue
         split = _split_of_row(row, place, outputs, inputs)
@@ -218,6 +228,8 @@ def _split_of_row(row: Fused, place: ParamPlace, outputs: int, inputs: int) -> S
         known |= {"proven_q": proven[0], "proven_kv": proven[1]}
     if "proven_half" in row.sizes and _is_halved(place, outputs, inputs):
         known["proven_half"] = outputs // 2
+    if "a_third" in row.sizes and _is_in_thirds(place, outputs, inputs):
+        known["a_third"] = inputs
     found = [place.size(size, **known) for size in row.sizes.split(", ")]
     # a part may have no outputs, such as rotary keys in a model without any
     sizes = tuple(size for size in found if size)
@@ -257,6 +269,28 @@ def _is_halved(place: ParamPlace, outputs: int, inputs: int) -> bool:
     others = list(place.neighbours())
     back = any(2 * taken == outputs and given == inputs for _, given, taken in others)
     return back and not any(taken == outputs for _, _, taken in others)
+
+
+def _is_in_thirds(place: ParamPlace, outputs: int, inputs: int) -> bool:
+    """Whether it is three times as tall as wide, and nothing beside it shows that it is anything else.
+
+    A layer beside it that takes all outputs is the second of an MLP, one that takes a half follows a gate, and one of
+    the same shape is another projection.
+    """
+    others = [(given, taken) for _, given, taken in place.neighbours()]
+    takes = {taken for _, taken in others}
+    if re.search(_ATTENTION, place.label):  # such as ``attn`` beside the MLP of its block
+        return outputs == 3 * inputs
+    if outputs != 3 * inputs or takes & {outputs, outputs / 2} or (outputs, inputs) in others:
+        return False
+    return _inputs_after(place, inputs) in (None, inputs)
+
+
+def _says(place: ParamPlace, pattern: str) -> bool:
+    """Whether the name of a linear layer, or the name or a class of its owner, says so."""
+    names = [*place.parts[-2:-1], *[part for part in place.parts[:-2] if not is_number(part)][-1:]]
+    classes = [cls.__name__ for cls in class_of(place.owner).__mro__ if issubclass(cls, nn.Module)]  # no mixins
+    return place.parts[-1] == "weight" and any(re.search(pattern, name) for name in (*names, *classes))
 
 
 def _inputs_after(place: ParamPlace, width: int) -> int | None:

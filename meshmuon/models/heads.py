@@ -4,6 +4,7 @@ model.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ def declared_heads(model: nn.Module) -> Iterator[Tensor]:
 
 
 def last_linear(model: nn.Module, places: Sequence[ParamPlace]) -> ParamPlace | None:
-    """The weight of the last linear layer, if it is the head of a model that names none.
+    """The weight of the last linear layer, or 1×1 convolution, if it is the head of a model that names none.
 
     A layer of a repeated block is none, nor is a square one at the end of a base model, such as a pooler. A base model
     of transformers has no head at all: those with one are named after their task.
@@ -48,8 +49,9 @@ def last_linear(model: nn.Module, places: Sequence[ParamPlace]) -> ParamPlace | 
     if len(weights) < 2 or (of_transformers and not is_a(model, "For[A-Z]")):
         return None
     place = weights[-1]
-    square = place.param.shape[0] == place.param.shape[-1]
-    return place if _is_linear(place) and not square and not is_repeated(place) else None
+    square = place.param.shape[0] == place.param.shape[1]
+    pointwise = is_instance(place.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and math.prod(place.param.shape[2:]) == 1
+    return place if (_is_linear(place) or pointwise) and not square and not is_repeated(place) else None
 
 
 def _is_linear(place: ParamPlace) -> bool:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from .heads import is_repeated
 from .names import is_table_label
-from .place import ParamPlace
+from .place import ParamPlace, is_a
 from .traced import is_instance
 
-# (in, out, *kernel): no (out, in·kernel) matrix
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # (in, out, *kernel)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 _WEIGHTED = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
 
-FILTER = "convolution filter"
-"""The reason of a filter that may be flattened."""
+FILTER_SIDE = 16
+"""A flattened filter has at least so many rows and columns by default."""
+PIXEL_CHANNELS = 4
+"""A filter with no more input channels sees pixels, or a signal: grey, colours, with alpha."""
+SPECTRUM_CHANNELS = 128
+"""A first 1-D filter with no more input channels sees a spectrum over time: 80 or 128 mel bands."""
+SMALL_FILTER = f"filter with a side below {FILTER_SIDE}: too small for Muon"
+_PATCHES = re.compile(r"(?i)patch_?(embed|conv|proj|if)")
 FEW_ROWS = 4
 """A matrix with no more rows, or columns, has nothing to orthogonalise: gates, boxes, scores."""
 
@@ -51,6 +59,16 @@ NOT_MATRICES: tuple[tuple[str, str], ...] = (
     ("table", r"\w*table\w*"),
 )
 """Reason, and a regular expression for the whole name of a parameter that no linear layer holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A filter of a convolution. One without groups is a matrix: (out, in·kernel), or (in, out·kernel) if it is
+    transposed.
+    """
+
+    groups: int
+    transposed: bool
 
 
 def why_no_matrix(place: ParamPlace) -> str | None:
@@ -110,23 +128,45 @@ def is_bias_of_stack(place: ParamPlace) -> bool:
     return any(stack.shape[0] == count and width in stack.shape[1:] for stack in stacks)
 
 
-def filter_reason(place: ParamPlace, in_graphs: Mapping[int, str]) -> str | None:
-    """What kind of filter of a convolution a parameter is; None if it is none.
+def filter_of(place: ParamPlace, in_graphs: Mapping[int, Filter]) -> Filter | None:
+    """The filter of a convolution that a parameter is; None if it is none.
 
     ``in_graphs`` has those that the model's graphs show, by ``id``.
     """
     if place.param.dim() < 3:
         return None
     if isinstance(place.module, _CONVOLUTIONS) and place.parts[-1] == "weight":
-        return kind_of_filter(place.module.groups, transposed=isinstance(place.module, _TRANSPOSED))
+        return Filter(place.module.groups, isinstance(place.module, _TRANSPOSED))
     return in_graphs.get(id(place.param))
 
 
-def kind_of_filter(groups: int, *, transposed: bool) -> str:
-    """``FILTER`` if it is one (out, in·kernel) matrix; otherwise why it is none."""
-    if transposed:
-        return "filter of a transposed convolution"
-    return FILTER if groups == 1 else "filter of a grouped convolution"
+def why_not_flattened(place: ParamPlace, conv_filter: Filter) -> str | None:
+    """Why a filter without groups is better left to AdamW; None if Muon may have it as one matrix."""
+    sizes, own_name = place.param.shape, ".".join(place.parts[-3:])
+    channels = sizes[1]  # inputs, or outputs of a transposed filter
+    if _PATCHES.search(own_name) or is_a(place.owner, _PATCHES.pattern):
+        return "patch embedding"
+    if channels <= PIXEL_CHANNELS and sizes[0] > FEW_ROWS:
+        what = "pixels" if len(sizes) > 3 else "signal"
+        return (
+            f"filter that {'gives' if conv_filter.transposed else 'sees'} the {what}: at most {PIXEL_CHANNELS} channels"
+        )
+    first = not conv_filter.transposed and channels <= SPECTRUM_CHANNELS and _is_first_of_tower(place)
+    if first and len(sizes) == 3 and sizes[2] > 1:
+        return "1-D stem"
+    if min(sizes[0], math.prod(sizes[1:])) < FILTER_SIDE:
+        return SMALL_FILTER
+    return None
+
+
+def _is_first_of_tower(place: ParamPlace) -> bool:
+    """Whether it is the first weight of the model, or of a part of it that is not in a repeated block."""
+    for depth, module in enumerate(place.modules[:-1]):
+        first = next(param for param in module.parameters() if param.dim() > 1)
+        around = replace(place, parts=place.parts[: depth + 2], modules=place.modules[: depth + 2])
+        if first is place.param and not is_repeated(around):
+            return True
+    return False
 
 
 def has_few_rows(place: ParamPlace) -> bool:

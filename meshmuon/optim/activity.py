@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..agree.step_decision import Activity
 from ..errors import ConfigError, GradientError, InactiveWarning, RoutingWarning, level_of_user
 from ..matrices import without_wrappers
-from ..models import FILTER
+from ..models import CONV_ADAMW, SMALL_FILTER
 from ..params.option_table import ParamGroup
 from ..params.param_record import ParamRecord
 from ..routing.param_groups import ModelNames
@@ -65,15 +65,18 @@ class ActivityCheck:
     def refuse_filters_alone(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises for default groups without a matrix for Muon if the model has filters that could be matrices."""
         reasons = [group["reasons"] for group in groups if _is_default(group)]
-        filters = [
-            name for written in reasons for name, why in written.items() if isinstance(why, str) and why == FILTER
-        ]
+        filters = {
+            name: why for written in reasons for name, why in written.items() if why in (CONV_ADAMW, SMALL_FILTER)
+        }
         if filters and not self.allowed and not any(group["use_muon"] for group in groups):
+            names, why = list(filters), "; ".join(dict.fromkeys(filters.values()))
+            fix = f"Leave out {CONV_ADAMW}, or write" if CONV_ADAMW in filters.values() else "Write"
             raise ConfigError(
-                f"there is no matrix for Muon: the filters of convolutions go to AdamW, here {', '.join(filters[:3])}"
-                + (f" and {len(filters) - 3} more" if len(filters) > 3 else "")
-                + '. Write get_default_muon_param_groups(model, conv="flatten"), which makes each of them an (out, in·kernel) '
-                f'matrix; muon_for and the factories for trainers take conv="flatten" as well. {_INTENDED}'
+                f"there is no matrix for Muon: these filters of convolutions go to AdamW ({why}): "
+                f"{', '.join(names[:3])}"
+                + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                + f'. {fix} Muon(model, conv="flatten"), which makes each of them an (out, in·kernel) matrix; muon_for and the '
+                f'factories for trainers take conv="flatten" as well. {_INTENDED}'
             )
 
     def of(self, groups: Sequence[ParamGroup], params: Sequence[ParamRecord], has_grad: Sequence[bool]) -> Activity:

@@ -242,9 +242,21 @@ _MODEL = (
         "numbers in names. ``get_default_muon_param_groups`` writes it. ``expert_keys``, ``split`` and ``conv`` "
         "override it; see docs/models.md."
     ),
-    Option("conv", None, _MUON, one_of(CONV_OPTIONS), _PLAN, defines_matrices=True).with_help(
-        '``"flatten"`` makes any other parameter of more than two dims, such as a convolution filter, one (out, in·kernel) '
-        "matrix."
+    # What "adamw" says has been done when there are groups, so that it is kept as None and checkpoints do not differ in
+    # it.
+    Option(
+        "conv",
+        None,
+        _MUON,
+        one_of(CONV_OPTIONS),
+        _PLAN,
+        lambda conv: None if conv == "adamw" else conv,
+        defines_matrices=True,
+    ).with_help(
+        "Of a model, which convolution filters go to Muon as one (out, in·kernel) matrix: by default those with both "
+        "sides of at "
+        'least 16 that do not see the pixels, with ``"flatten"`` all but grouped ones, with ``"adamw"`` none. In a group of your '
+        'own, ``"flatten"`` makes any other parameter of more than two dims one matrix; see docs/models.md.'
     ),
 )
 

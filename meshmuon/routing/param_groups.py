@@ -74,7 +74,9 @@ def get_default_muon_param_groups(
         is_muon_func: ``(name, parameter) -> bool`` replaces the whole decision. It is not asked about parameters of
             fewer than two dims.
         expert_keys: a 3-D parameter whose name contains one of these is a stack of expert matrices.
-        conv: ``"flatten"`` sends convolution filters to Muon too, except depthwise ones.
+        conv: convolution filters go to Muon, flattened, if they are large enough and do not see the pixels.
+            ``"flatten"`` sends all of them, except grouped ones, and any other parameter of more than two dims;
+            ``"adamw"`` sends none.
         split: how fused weights are cut, where it is not None, instead of how they are known to be; as the option of
         ``Muon``. frozen: False leaves out all frozen parameters. They are never trained then, even if they are
         unfrozen.
@@ -97,7 +99,7 @@ def get_default_muon_param_groups(
     refuse_flattened_model(model)
     check_flag({"frozen": frozen}, "frozen", "get_default_muon_param_groups")
     contents = _contents_of(model, keys, conv, is_muon_func)
-    options = {"expert_keys": keys or None, "conv": conv, "split": split}
+    options = {"expert_keys": keys or None, "conv": None if conv == "adamw" else conv, "split": split}
     options = {key: value for key, value in options.items() if value is not None}
     param_groups: list[dict[str, Any]] = [
         {"params": [], "names": ModelNames(model), **further}
@@ -163,8 +165,7 @@ def _contents_of(
         if is_muon_func is not None and param.dim() >= 2:
             use_muon = _ask(is_muon_func, name, param)
             if use_muon or found.decays:  # the reason of a norm or a bias keeps it without weight decay
-                matrices = found.matrices if found.route == "muon" else ONE_MATRIX
-                found = ParamContents("muon" if use_muon else "adamw", "is_muon_func", matrices)
+                found = ParamContents("muon" if use_muon else "adamw", "is_muon_func", found.matrices)
         contents[name] = found
     return contents
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +15,16 @@ from torch import Tensor
 
 from ..device import work_device
 from ..matrices import MatrixSet, entry_of, find_matrices, keys_of, with_stars, without_wrappers
-from ..models import LOOKS_FUSED, LORA_FACTOR, UNKNOWN_STACK, is_table_name, looks_fused_name, name_parts
+from ..models import (
+    CONV_ADAMW,
+    LOOKS_FUSED,
+    LORA_FACTOR,
+    SMALL_FILTER,
+    UNKNOWN_STACK,
+    is_table_name,
+    looks_fused_name,
+    name_parts,
+)
 from ..ortho import default_compute_dtype, fallback_reason, resolve_scheme
 from ..params.arguments import misspelt_keys
 from ..params.checks import nearest
@@ -70,13 +82,14 @@ class RoutingTable:
     best.
 
     As text, rows that differ only in numbers in their names are one: ``layers.*.up.weight ×32``; with ``full`` each is
-    shown.
+    shown. The last line is ``share``: how much of what trains Muon has.
     """
 
     rows: tuple[RoutingRow, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
     full: bool = False
+    share: str = "Muon: 0 matrices"
 
     def __str__(self) -> str:
         head = ("parameter", "shape", "layout", "route", "matrices", "lr", "update rms", "why")
@@ -90,7 +103,7 @@ class RoutingTable:
             for (pattern, *cells), names in alike.items()
         ]
         remarks = [*(f"warning: {text}" for text in self.warnings), *(f"note: {text}" for text in self.notes)]
-        return "\n".join([table(head[:shown], rows), *remarks])
+        return "\n".join([table(head[:shown], rows), *remarks, self.share])
 
 
 def build_routing_table(
@@ -103,6 +116,7 @@ def build_routing_table(
     notes: list[str] = []
     # a doubt and the kind of weight, and the names of all that are of this kind
     doubts: dict[tuple[str, str], list[str]] = {}
+    trained: list[RoutingRow] = []
     shown_groups = param_groups[first:]
     for index, param_group in enumerate(shown_groups, first):
         if param_group["use_muon"]:
@@ -114,6 +128,7 @@ def build_routing_table(
             )
             why = _reason_of(name, param_group)
             rows.append(_row(name, param, param_group, matrix_sets, why))
+            trained += [rows[-1]] if param.requires_grad else []
             if gathers_int8 and (layout := own_layout(param)[0]) is not None and matrix_sets:
                 cut += [name] if any(map(partial(layout_cuts_blocks, layout), matrix_sets)) else []
             doubt = _doubt(name, matrix_sets, why) if param.requires_grad else ""
@@ -129,7 +144,8 @@ def build_routing_table(
             f"{cut[0]}{beside}: gathered unrounded, since its shards cut blocks of int8. Shard rows, or columns at "
             f"multiples of {BLOCK}, to send half of bfloat16's bytes."
         )
-    return RoutingTable(tuple(rows), tuple(warnings), (*notes, *_notes(rows)), full)
+    warnings += _share_warning(trained) if first == 0 else []  # a group that is added is no model
+    return RoutingTable(tuple(rows), tuple(warnings), (*notes, *_notes(rows)), full, _share(trained))
 
 
 def is_first_of_ranks(param_groups: Sequence[ParamGroup]) -> bool:
@@ -220,6 +236,50 @@ def _notes(rows: Sequence[RoutingRow]) -> tuple[str, ...]:
     )
 
 
+def _share(trained: Sequence[RoutingRow]) -> str:
+    """How much of what trains Muon has, for the last line of the table."""
+    matrices, total = sum(row.matrices for row in trained), sum(map(_elements, trained))
+    by_muon = sum(_elements(row) for row in trained if row.route == "muon")
+    parameters = f"{total:,}" if total < 1e6 else f"{total / 1e6:.3g} M" if total < 999.5e6 else f"{total / 1e9:,.3g} B"
+    many, rest = "matrix" if matrices == 1 else "matrices", "; AdamW: the rest" if by_muon < total else ""
+    return f"Muon: {matrices} {many}, {_percent(by_muon, total)} of {parameters} parameters{rest}"
+
+
+def _share_warning(trained: Sequence[RoutingRow]) -> list[str]:
+    """Warns if AdamW has more than half of a model whose routes were left to us; it raises elsewhere if Muon has
+    nothing.
+    """
+    weights = [row for row in trained if len(row.shape) > 1 and not _TABLES.search(row.why) and row.why != CONV_ADAMW]
+    total, by_muon = sum(map(_elements, weights)), sum(_elements(row) for row in weights if row.route == "muon")
+    if not 0 < 2 * by_muon < total or any(row.why in ("", "is_muon_func") for row in weights):
+        return []
+    by_reason: Counter[str] = Counter()
+    for row in weights:
+        by_reason[row.why] += 0 if row.route == "muon" else _elements(row)
+    reason, most = by_reason.most_common(1)[0]
+    fix = {
+        SMALL_FILTER: 'Muon(model, conv="flatten")',
+        UNKNOWN_STACK: "Muon(model, expert_keys=[...]) with a part of their names",
+    }
+    by_hand = "Muon(get_default_muon_param_groups(model, is_muon_func=lambda name, param: ...))"
+    return [
+        f"Muon trains {_percent(by_muon, total)} of the elements of this model's weights of two and more dims, "
+        f"embeddings and heads apart; AdamW has the rest, {_percent(most, total)} for this reason: {reason}. To give "
+        f"these to Muon, write {fix.get(reason, by_hand)}. If AdamW is right for them, give it a rate of its own, "
+        "adamw_lr=...: about a fourth of lr."
+    ]
+
+
+def _elements(row: RoutingRow) -> int:
+    return math.prod(row.shape)
+
+
+def _percent(part: int, total: int) -> str:
+    """In whole numbers, of which 0 and 100 mean nothing and all."""
+    percent = round(100 * part / total) if total else 0
+    return "<1 %" if percent == 0 < part else ">99 %" if percent == 100 and part < total else f"{percent} %"
+
+
 def _unused_entries(shown_groups: Sequence[ParamGroup], param_groups: Sequence[ParamGroup]) -> list[str]:
     """Warns of keys of ``matrices`` that fit no parameter of Muon: of the optimizer, since groups may share the
     option.
@@ -281,6 +341,7 @@ def _doubt_of_shape(matrix_set: MatrixSet) -> str:
 # a longer side, and its ratio to the other, that few layers have but tables and heads
 _LONG, _LONG_AND_NARROW = 8192, 16
 _NAMES_TELL = 'If it is something else, give the group "names", which tell more than shapes.'
+_TABLES = re.compile("embedding|output head|table")  # in the reasons of what is no weight of a layer
 _UNKNOWN_STACK = (
     "has more than two dims and is not known to be a stack of matrices, so AdamW trains it. If it holds matrices, pass "
     "expert_keys=[...] with a part of the name to get_default_muon_param_groups."

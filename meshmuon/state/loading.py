@@ -272,10 +272,12 @@ def _saved_options(
     options: dict[str, Any] = {}
     for saved in sources:
         if saved.get("use_muon", param_group["use_muon"]) != param_group["use_muon"]:
+            there = next((k for k, member in enumerate(members) if member and saved_groups[member.group] is saved), 0)
+            name, param = param_group["param_names"][there], param_group["params"][there]
             raise StateError(
-                f"group {index} ({param_group['param_names'][0]}, …) has use_muon={param_group['use_muon']}, the "
-                f"state_dict's has {shown(saved['use_muon'])}: the parameters were routed differently when it was "
-                "saved. With strict=False they start from zero."
+                f"group {index} ({name}, …) has use_muon={param_group['use_muon']}, the state_dict's has "
+                f"{shown(saved['use_muon'])}: the parameters were routed differently when it was saved. "
+                f"{_hint_of_filters(param, param_group)}With strict=False they start from zero."
             )
         options = {**saved, **options}
     options = {key: value for key, value in options.items() if key not in ("params", "param_names")}
@@ -364,8 +366,8 @@ def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any],
         raise StateError(
             f"{name} is optimized by {kind} and needs {list(shapes)}, but its saved state has {sorted(param_state)}. "
             "It was saved from an optimizer that routed this parameter differently, or had another rule or rounding. "
-            "If dcp.load has read it, build the optimizer with the rule and the rounding of the checkpoint before "
-            "loading."
+            f"{_hint_of_filters(param, param_group)}If dcp.load has read it, build the optimizer with the rule and "
+            "the rounding of the checkpoint before loading."
         )
     for key, shape in shapes.items():
         value = param_state[key]
@@ -378,6 +380,15 @@ def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any],
             _check_tensor(name, param, key, value, shape, is_placed(name, param, key, value, param_group))
     if keeps_int8(param_group) and param_state[MOMENTUM].dtype != torch.int8:
         refuse_shared_blocks(name, param, blocks_of(name, param, param_group))
+
+
+def _hint_of_filters(param: Tensor, param_group: ParamGroup) -> str:
+    """What to write if the parameter may be a filter that had the other route, with the space that follows it."""
+    if param.dim() < 3:
+        return ""
+    if param_group["use_muon"]:
+        return 'If it is the filter of a convolution that AdamW had, write Muon(model, conv="adamw"). '
+    return 'If it is the filter of a convolution that Muon had, leave out conv="adamw", or write Muon(model, conv="flatten"). '
 
 
 def _check_momentum_dtype(name: str, param_state: Mapping[str, Any], saved_options: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from .conftest import BENCHMARKS
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "agreement": ("--processes", "2"),
+    "convolutions": (),
     "degrees": (),
     "demo_share": (),
     "fine_tuning": (),

@@ -113,7 +113,7 @@ def test_splits_that_do_not_fit(split: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"conv": "unfold"}, r"conv='unfold' is unknown; write one of \(None, 'flatten'\)"),
+        ({"conv": "unfold"}, r"conv='unfold' is unknown; write one of \(None, 'flatten', 'adamw'\)"),
         ({"expert_dims": "out"}, r"expert_dims='out' is unknown; write one of \('out_in', 'in_out'\)"),
         ({"split": "qkv"}, "split: split='qkv' must be sizes"),
     ],

@@ -4,6 +4,7 @@ tables.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import Counter
@@ -29,6 +30,9 @@ _RAW_MATRICES = re.compile(
 _ONE_ROLE = re.compile(
     r"q_b_proj|q_proj|wq_b|wq|linear_(q|kv)_points|query|v_proj|\w*sampling_offsets|dt_proj|index_\w+|wk|k_proj|weights_proj"
 )
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass
@@ -63,6 +67,7 @@ def check_model(model: nn.Module) -> Findings:
             findings.problems.append(f"{row.name}: no reason")
         if row.route == "muon":
             findings.problems += _in_muon(row, holder, last, id(params[row.name]) in declared)
+        findings.problems += _filter(row, holder, last, findings.counts)
         findings.problems += _expert_stack(row, holder, last, findings.counts)
         findings.problems += _fused(row, holder, owner, path.rpartition(".")[2], doubts, findings.counts)
     return findings
@@ -91,11 +96,27 @@ def _in_muon(row: RoutingRow, holder: nn.Module, last: str, declared: bool) -> I
         yield f"{where}: a norm"
     if "bias" in last or "scale" in last or "embed" in last or re.search(r"(^|_)(pos|position|token)s?(_|$)", last):
         yield f"{where}: a bias, a scale or a table"
-    if min(row.shape[-2:]) <= 4:
+    if min(row.shape[-2:]) <= 4 and not isinstance(holder, CONVOLUTIONS):
         yield f"{where}: few rows"
-    layered = isinstance(holder, (nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.Bilinear))
+    layered = isinstance(holder, (nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.Bilinear, *CONVOLUTIONS))
     if not layered and not _RAW_MATRICES.fullmatch(f"{type(holder).__name__}.{last}"):
         yield f"{where}: not known to be a matrix"
+
+
+def _filter(row: RoutingRow, holder: nn.Module, last: str, counts: Counter[str]) -> Iterator[str]:
+    """A filter without groups that is large enough and sees no pixels is for Muon, unless it begins or ends the
+    model.
+    """
+    if not isinstance(holder, CONVOLUTIONS) or last != "weight":
+        return
+    transposed = "Transpose" in type(holder).__name__
+    pixels = holder.out_channels if transposed else holder.in_channels
+    large = min(row.shape[0], math.prod(row.shape[1:])) >= 16
+    counts["filters"] += row.route == "muon"
+    if (row.route == "muon") != (holder.groups == 1 and large and pixels > 4) and not (
+        row.route == "adamw" and re.match("patch embedding|1-D stem|output head|embedding", row.why)
+    ):
+        yield f"{row.name} {row.shape} of {holder} in {row.route}: {row.why}"
 
 
 def _expert_stack(row: RoutingRow, holder: nn.Module, last: str, counts: Counter[str]) -> Iterator[str]:

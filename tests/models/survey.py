@@ -26,7 +26,18 @@ LIBRARIES: dict[str, tuple[Callable[..., nn.Module], Callable[[], Iterable[Any]]
     "torchvision": (architectures.build_torchvision, architectures.torchvision_names),
     "diffusers": (architectures.build_diffusers, architectures.diffusers_names),
 }
-COUNTS = ("built", "not built", "refused", "problems", "warnings", "muon", "adamw", "expert stacks", "fused weights")
+COUNTS = (
+    "built",
+    "not built",
+    "refused",
+    "problems",
+    "warnings",
+    "muon",
+    "adamw",
+    "filters",
+    "expert stacks",
+    "fused weights",
+)
 
 
 def survey(library: str, *, list_not_built: bool) -> Counter[str]:

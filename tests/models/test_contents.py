@@ -313,7 +313,7 @@ def test_is_muon_func_overrides_the_route_and_keeps_the_parts() -> None:
 
 
 def test_conv_and_expert_keys_override() -> None:
-    assert contents(Attention(), "conv.weight").reason == "convolution filter"
+    assert contents(Attention(), "conv.weight").route == "adamw"
     assert contents(Attention(), "conv.weight", conv="flatten").matrices == ParamMatrices(flatten=True)
     assert contents(module("M", blend=(5, 8, 6)), "blend", expert_keys=["blend"]).reason == "expert_keys"
 
@@ -327,7 +327,7 @@ def test_names_with_stars() -> None:
     assert muon["matrices"] == {"*.experts.up": {"experts": True}, "*.qkv.weight": {"split": (8, 8, 8)}}
     assert muon["reasons"] == {"*.qkv.weight": "fused q, k, v", "*.experts.up": "expert stack (E, out, in, assumed)"}
     assert (adamw["reasons"], vectors["reasons"]) == (
-        {"*.conv.weight": "convolution filter"},
+        {"*.conv.weight": "filter with a side below 16: too small for Muon"},
         {"*.conv.bias": "vector"},
     )
 

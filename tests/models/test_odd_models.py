@@ -115,7 +115,8 @@ def test_a_unet() -> None:
     model.down, model.up = nn.ModuleList([res, cross]), nn.ConvTranspose2d(32, 32, 4)
     model.out = nn.Sequential(nn.GroupNorm(4, 32), nn.Conv2d(32, 3, 3))
     found = routed(model)
-    assert found[1] == "down.0.t.weight down.1.to_out.0.weight down.1.to_q.weight time_mlp.0.weight time_mlp.2.weight"
+    filters, others = "down.0.c.weight down.0.skip.weight", "down.1.to_out.0.weight down.1.to_q.weight"
+    assert found[1] == f"{filters} down.0.t.weight {others} time_mlp.0.weight time_mlp.2.weight up.weight"
     assert found[2] == "down.1.to_kv.weight"
     assert set(found) == {0, 1, 2}
 

@@ -144,3 +144,79 @@ def test_a_weight_of_small_parts_only_goes_to_adamw() -> None:
         "adamw",
         "fused b, a of each key head: parts of at most 4 rows, too few for Muon",
     )
+
+
+D = 32
+
+
+@pytest.mark.parametrize(
+    ("layers", "parts"),
+    [
+        ({"in_proj": linear(3 * D, D), "out_proj": linear(D, D)}, 3),
+        ({"in_proj": linear(3 * 48, D), "out_proj": linear(D, 48)}, 3),
+        ({"in_proj": linear(3 * D, D), "out_proj": linear(D, D), "fc1": linear(3 * D, D), "fc2": linear(D, 3 * D)}, 3),
+        ({"in_proj": linear(3 * D, D), "out_proj": linear(D, 3 * D)}, 1),  # an MLP
+        ({"in_proj": linear(3 * D, D), "out_proj": linear(D, 3 * D // 2)}, 2),  # gate and up, or a state space
+        ({"in_proj": linear(3 * D, D)}, 1),
+        ({"in_proj": linear(4 * D, D), "out_proj": linear(D, 2 * D)}, 2),
+    ],
+)
+def test_in_proj_beside_out_proj(layers: dict[str, nn.Module], parts: int) -> None:
+    model = in_block(mix=module("Mix", **layers))
+    rows = {row.name: row.matrices for row in Muon(model).routing_table().rows}
+    assert rows["layers.0.mix.in_proj.weight"] == parts
+    assert {rows[f"layers.0.mix.{name}.weight"] for name in layers if name != "in_proj"} <= {1}
+
+
+@pytest.mark.parametrize(
+    ("where", "class_name", "label"),
+    [
+        ("attn", "Mix", "project"),
+        ("self_attention", "Mix", "in_linear"),
+        ("mix", "CausalSelfAttention", "project"),
+        ("mix", "MultiHeadMixer", "w"),
+        ("mix", "Mix", "attn"),
+        ("mha", "Mix", "in_layer"),
+    ],
+)
+def test_a_weight_three_times_as_tall_in_attention_is_q_k_v(where: str, class_name: str, label: str) -> None:
+    """By the name or the class of its module, or its own; not where the name says that it is one of the three."""
+    for other in ({}, {"o": linear(D, D)}):
+        owner = module(class_name, **{label: linear(3 * D, D)}, **other)
+        rows = {row.name: row for row in Muon(in_block(**{where: owner})).routing_table().rows}
+        found = rows[f"layers.0.{where}.{label}.weight"]
+        assert (found.matrices, found.why) == (3, "fused q, k, v")
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"fc1": linear(3 * D, D), "fc2": linear(D, 3 * D)},  # the MLP of an attention block
+        {"query": linear(3 * D, D), "key": linear(3 * D, D), "value": linear(3 * D, D)},  # heads wider than the model
+        {"a": linear(3 * D, D), "b": linear(3 * D, D)},
+        {"q_proj": linear(3 * D, D), "o_proj": linear(D, D)},
+        {"project": linear(2 * D, D)},
+        {"project": linear(3 * D + 3, D)},
+        {"project": linear(3 * D, D), "out": linear(D, 2 * D)},  # it takes something else
+    ],
+)
+def test_what_is_no_q_k_v_in_attention(layers: dict[str, nn.Module]) -> None:
+    model = in_block(attn=module("AttentionBlock", **layers))
+    assert {row.matrices for row in Muon(model).routing_table().rows} == {1}
+
+
+def test_a_weight_three_times_as_tall_elsewhere_is_one_matrix() -> None:
+    """Also in a class that has attention as a mixin, as diffusers' models do."""
+    mixin = type("AttentionMixin", (), {})
+    model: nn.Module = type("Model", (nn.Module, mixin), {})()
+    model.embed, model.project, model.norm, model.back = (
+        nn.Embedding(9, D),
+        linear(3 * D, D),
+        nn.LayerNorm(D),
+        linear(D, D),
+    )
+    assert contents(model, "project.weight").reason == "matrix"
+    assert (
+        contents(in_block(mlp=module("Mlp", project=linear(3 * D, D))), "layers.0.mlp.project.weight").reason
+        == "matrix"
+    )

@@ -67,7 +67,7 @@ def stages() -> list[nn.Module]:
     return [pipe.get_stage_module(0), pipe.get_stage_module(1)]
 
 
-@pytest.mark.parametrize("conv", [None, "flatten"])
+@pytest.mark.parametrize("conv", [None, "flatten", "adamw"])
 def test_the_stages_of_a_pipeline_are_routed_as_the_model(conv: str | None) -> None:
     whole = rows_of(Model(), conv)
     for stage in stages():
@@ -84,8 +84,8 @@ def test_reasons_of_a_stage() -> None:
     first, last = (rows_of(stage) for stage in stages())
     assert first["layers.0.attn.qkv.weight"].why == "fused parts, as its graph cuts them"
     assert first["words.weight"].why == "embedding"
-    assert first["layers.0.conv.weight"].why == "convolution filter"
-    assert first["layers.0.depthwise.weight"].why == "filter of a grouped convolution"
+    assert first["layers.0.conv.weight"].why == "matrix, filter (out, in·kernel)"
+    assert first["layers.0.depthwise.weight"].why == "filter of a depthwise convolution"
     assert first["layers.0.rnn.weight_hh_l0"].why == "fused 3 gates"
     assert last["final.weight"].why == "output head: the last linear layer"
 
@@ -94,7 +94,7 @@ def test_without_names_of_classes_the_graph_is_enough(monkeypatch: pytest.Monkey
     monkeypatch.setattr("meshmuon.models.traced.traced_class", lambda module: None)
     first = rows_of(stages()[0])
     assert first["words.weight"].why == "embedding"
-    assert first["layers.0.conv.weight"].why == "convolution filter"
+    assert first["layers.0.conv.weight"].why == "matrix, filter (out, in·kernel)"
     assert first["layers.0.attn.qkv.weight"].matrices == 3
 
 

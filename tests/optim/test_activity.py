@@ -80,8 +80,12 @@ class ConvNet(nn.Module):
 
 def test_filters_alone_are_refused_by_the_constructor() -> None:
     model = ConvNet()
-    told = r'filters of convolutions go to AdamW, here first\.weight, second\.weight\. Write .*conv="flatten"'
-    for build in (lambda: Muon(get_default_muon_param_groups(model)), lambda: muon_for(model, lr=LR)):
+    told = r'filters of convolutions go to AdamW \(.*side below 16.*\): second\.weight\. Write Muon\(model, conv="flatten"\)'
+    for build in (
+        lambda: Muon(model),
+        lambda: Muon(get_default_muon_param_groups(model)),
+        lambda: muon_for(model, lr=LR),
+    ):
         with pytest.raises(ConfigError, match=told) as caught:
             build()
         assert "FSDP" not in str(caught.value)
@@ -90,7 +94,7 @@ def test_filters_alone_are_refused_by_the_constructor() -> None:
     optimizer.step()
     assert len(optimizer.param_groups[0]["params"]) == 2
     Muon(get_default_muon_param_groups(model), allow_inactive=True).step()
-    model.hidden = nn.Linear(8, 8)  # a matrix for Muon: that filters go to AdamW is a choice then
+    model.hidden = nn.Linear(32, 32)  # a matrix for Muon: that filters go to AdamW is a choice then
     Muon(get_default_muon_param_groups(model))
 
 

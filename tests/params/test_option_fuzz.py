@@ -161,7 +161,7 @@ GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "expert_keys": keys,
     "scheme": lambda value: type(value) is not np.ndarray and not isinstance(value, Tensor) and scheme(value),
     "adjust_lr_fn": choice("match_rms_adamw", "original", "spectral"),
-    "conv": lambda value: value is None or choice("flatten")(value),
+    "conv": lambda value: value is None or choice("flatten", "adamw")(value),
     "split": lambda value: value is None or (type(value) is int and value == 1),
     "expert_dims": choice("out_in", "in_out"),
     "matrices": lambda value: value is None or (isinstance(value, dict) and not value),

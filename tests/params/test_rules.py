@@ -384,7 +384,7 @@ def test_a_list_of_rules_is_applied_in_its_order() -> None:
     assert not torch.equal(together, stepped([move, double])[0])
     assert torch.equal(optimizer.state[together]["rule_memory_Linear"], torch.ones(6, 1, dtype=torch.float64))
     assert torch.equal(stepped(["normuon"], 3)[0], stepped("normuon", 3)[0])
-    assert str(optimizer.routing_table()).endswith("note: group 0 has the rules Linear, Linear, in this order.")
+    assert optimizer.routing_table().notes == ("group 0 has the rules Linear, Linear, in this order.",)
     assert "MuonEq(), MuonPlus(), NorMuon(beta2=0.95, axis='rows')" in stepped(NANOCHAT)[1].plan().params[0].how
 
 

@@ -70,15 +70,16 @@ class Language(nn.Module):
 
 class Vision(nn.Sequential):
     def __init__(self) -> None:
+        depthwise, dense = nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 32, 3)
         super().__init__(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8), nn.Linear(8, 16), nn.Linear(16, 10)
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), depthwise, nn.Linear(32, 16), dense, nn.Linear(16, 10)
         )
 
 
 class Sound(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.down, self.classifier = nn.Conv1d(6, 8, 3), nn.Linear(8, 16), nn.Linear(16, 12)
+        self.conv1, self.down, self.classifier = nn.Conv1d(6, 16, 3), nn.Linear(16, 32), nn.Linear(32, 12)
 
 
 @pytest.mark.parametrize("build", [Language, Vision, Sound, lambda: nn.Transformer(16, 2, 2, 2, 32)])

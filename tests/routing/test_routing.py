@@ -254,16 +254,17 @@ def test_experts_with_and_without_keys(keys: tuple[str, ...] | None, why: str) -
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.dense2d = nn.Conv2d(3, 8, 3)
-        self.dense1d = nn.Conv1d(3, 8, 3)
-        self.depthwise = nn.Conv2d(8, 8, 3, groups=8)
-        self.up = nn.ConvTranspose2d(8, 3, 2)
-        self.proj = nn.Linear(8, 8)
+        self.small = nn.Conv2d(6, 8, 3)
+        self.dense1d = nn.Conv1d(8, 32, 3)
+        self.depthwise = nn.Conv2d(32, 32, 3, groups=32)
+        self.proj = nn.Linear(32, 32)
 
 
-def test_convolutions_go_to_adamw_unless_they_are_to_be_flattened() -> None:
-    """Depthwise and transposed ones in any case. One that is named as an expert is a stack."""
-    assert muon_names(Convolutions()) == {"proj.weight"}
-    assert muon_names(Convolutions(), conv="flatten") == {"proj.weight", "dense2d.weight", "dense1d.weight"}
-    assert "dense1d.weight" in muon_names(Convolutions(), expert_keys=["dense1d"])
-    assert get_default_muon_param_groups(Convolutions(), conv="flatten")[0]["conv"] == "flatten"
+def test_conv_decides_about_filters() -> None:
+    """Not about depthwise ones. One that is named as an expert is a stack. "adamw" leaves nothing in the groups."""
+    assert muon_names(Convolutions()) == {"proj.weight", "dense1d.weight"}
+    assert muon_names(Convolutions(), conv="flatten") == {"proj.weight", "small.weight", "dense1d.weight"}
+    assert muon_names(Convolutions(), conv="adamw") == {"proj.weight"}
+    assert "dense1d.weight" in muon_names(Convolutions(), expert_keys=["dense1d"], conv="adamw")
+    groups = {conv: get_default_muon_param_groups(Convolutions(), conv=conv)[0] for conv in (None, "flatten", "adamw")}
+    assert [group.get("conv") for group in groups.values()] == [None, "flatten", None]
