@@ -50,7 +50,7 @@ class Meter:
 
     def is_due(self, agreed_steps: int) -> bool:
         """Whether this step is measured; ``agreed_steps`` is the same on all ranks."""
-        return self.options is not None and agreed_steps % self.options.every == 0
+        return self.options is not None and self._numbers is not None and agreed_steps % self.options.every == 0
 
     def refusal(self, params: Sequence[ParamRecord]) -> Exception | None:
         """Why these parameters cannot be measured; None if they can, or if nothing is measured."""
@@ -79,7 +79,8 @@ class Meter:
 
         All ranks call it at the same steps, also those whose own plan is as it was.
         """
-        if self.options is None or not params:
+        if self.options is None or not params:  # nothing is measured, or all is frozen
+            self._numbers = None
             return
         if self._numbers is None or self._numbers.plan is not decision.plan:
             with torch.inference_mode(False), torch.no_grad():

@@ -419,6 +419,31 @@ def test_all_matrices_frozen() -> None:
     assert len(optimizer.state) == len(intended.state) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("options", [{}, {"metrics": 1}, {"nonfinite": "skip"}], ids=str)
+def test_everything_is_frozen(options: dict[str, Any]) -> None:
+    """In groups by hand; steps do nothing until something is unfrozen, also after going back to a checkpoint from
+    before.
+    """
+    model, expected = Net(), Net()
+    optimizer = Muon(get_default_muon_param_groups(model), lr=LR, allow_inactive=True, **options)
+    reference = Muon(expected, lr=LR, allow_inactive=True)
+    start, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        model.requires_grad_(False)
+        train(model, optimizer, range(2))
+        assert not optimizer.state
+        assert not optimizer.plan().params
+        model.requires_grad_(True)
+        train(model, optimizer, range(2, 4))
+        model.requires_grad_(False)
+        optimizer.load_state_dict(saved)
+        model.load_state_dict(start)
+    model.requires_grad_(True)
+    train(model, optimizer, range(2, 4))
+    train(expected, reference, range(2, 4))
+    assert_alike(model, optimizer, expected, reference)
+
+
 def test_qk_clip_with_a_frozen_layer() -> None:
     """The layer's logits are accepted, and its weights stay."""
 
