@@ -89,7 +89,7 @@ def test_the_walk_of_one_gradient_stays_short() -> None:
     walk = (DOCS / "architecture.md").read_text().split("## The walk of one gradient")[1].split("\n## ")[0]
     files = set(re.findall(r"`(meshmuon/[\w/]+\.py)`", walk))
     assert 20 < len(files) <= 25
-    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 5_500
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 5_900
 
 
 def test_the_drawing_of_the_rooms_shows_imports() -> None:

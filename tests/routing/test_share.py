@@ -42,7 +42,12 @@ def by_hand(*sizes: int) -> Muon:
     """The first parameter for Muon, a vector of the other size for AdamW."""
     with torch.device("meta"):
         matrix, vector = nn.Parameter(torch.empty(sizes[0], 1000)), nn.Parameter(torch.empty(sizes[1]))
-    return Muon([{"params": [matrix], "use_muon": True}, {"params": [vector], "use_muon": False}])
+    return Muon(
+        [
+            {"params": [matrix], "names": ["matrix"], "use_muon": True},
+            {"params": [vector], "names": ["vector"], "use_muon": False},
+        ]
+    )
 
 
 @pytest.mark.parametrize(
