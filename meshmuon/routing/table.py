@@ -304,10 +304,9 @@ def _unused_entries(shown_groups: Sequence[ParamGroup], param_groups: Sequence[P
 
 def _rounding_warnings(param_groups: Sequence[ParamGroup]) -> list[str]:
     stochastic = [param_group for param_group in param_groups if param_group["rounding"] == "stochastic"]
-    trained = [(param, group) for group in stochastic for param in group["params"] if param.requires_grad]
-    if not trained or any(rounds_stochastically(param, group) for param, group in trained):
+    if not stochastic or any(rounds_stochastically(param, group) for group in stochastic for param in group["params"]):
         return []
-    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param, _ in trained})
+    dtypes = sorted({str(param.dtype).removeprefix("torch.") for group in stochastic for param in group["params"]})
     return [f'rounding="stochastic" has no effect: it is for bfloat16 parameters, and these are {", ".join(dtypes)}.']
 
 

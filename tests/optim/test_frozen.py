@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from meshmuon import ConfigError, DistMuon, Muon, PlanMismatchError, clip_grad_norm_, get_default_muon_param_groups
+from meshmuon import (
+    ConfigError,
+    DistMuon,
+    Muon,
+    NorMuon,
+    PlanMismatchError,
+    clip_grad_norm_,
+    get_default_muon_param_groups,
+)
 from tests.support.tensors import like, local, same, seeded
 from tests.support.threads import run_threads
 
@@ -382,20 +390,41 @@ def test_the_same_routes_as_if_they_trained() -> None:
 
 
 def test_warnings_are_about_what_trains() -> None:
-    """What is frozen is not said to be trained, nor does it hide that an option has no effect."""
-    model = nn.ModuleDict({"base": nn.Linear(8, 8).bfloat16(), "adapter": nn.Linear(8, 8), "blend": nn.Module()})
-    model["base"].requires_grad_(False)
+    """What is frozen is not said to be trained."""
+    model = nn.ModuleDict({"adapter": nn.Linear(8, 8), "blend": nn.Module()})
     model["blend"].w = nn.Parameter(torch.zeros(4, 8, 8))
     for frozen in (False, True):
         model["blend"].requires_grad_(not frozen)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            optimizer = Muon(model, lr=LR, rounding="stochastic")
+            optimizer = Muon(model, lr=LR)
         told = [str(warning.message) for warning in caught]
         assert sum("blend.w has more than two dims" in text for text in told) == (not frozen), told
-        assert sum("stochastic" in text for text in told) == 1, told
     model["blend"].requires_grad_(True)
     assert any("blend.w has more than two dims" in text for text in optimizer.routing_table().warnings)
+
+
+def test_options_that_do_not_fit_a_frozen_parameter() -> None:
+    """They are refused once it is unfrozen, before anything is written."""
+    fused, other = (nn.Parameter(seeded(shape, 1)) for shape in ((8, 6), (6, 6)))
+    groups = [
+        {"params": [("fused", fused.requires_grad_(False))], "use_muon": True, "split": (4, 4)},
+        {"params": [("other", other)], "use_muon": True},
+    ]
+    optimizer = Muon(groups, lr=LR, rule=NorMuon(axis="columns"))
+    other.grad = seeded((6, 6), 2)
+    optimizer.step()
+    before = other.detach().clone()
+    fused.requires_grad_(True)
+    other.grad, fused.grad = seeded((6, 6), 3), seeded((8, 6), 3)
+    with pytest.raises(ConfigError, match=r"^fused: NorMuon keeps one number per column"):
+        optimizer.step()
+    same(other.detach(), before, "other")
+    fused.grad = None
+    fused.requires_grad_(False)
+    optimizer.param_groups[0]["rule"] = "plain"
+    optimizer.step()
+    assert not torch.equal(other, before)
 
 
 def test_all_matrices_frozen() -> None:
