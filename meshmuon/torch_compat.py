@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import wraps
+from functools import lru_cache, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -499,6 +499,19 @@ def foreach_is_faster(tensors: list[Tensor], device: torch.device) -> bool:
     from torch.utils._foreach_utils import _has_foreach_support
 
     return bool(_has_foreach_support(tensors, device))
+
+
+@lru_cache(maxsize=1)
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has units for bfloat16 that torch uses: AVX512_BF16. Asked once, so that a process never changes
+    its mind.
+
+    The CPU keeps saying so where oneDNN is limited (``ONEDNN_MAX_CPU_ISA``) or switched off; products in bfloat16 are
+    then slower than in float32 by a factor of 40 or more, so oneDNN is asked as well. CPUs that advertise AMX are left
+    out: some virtual machines advertise it and trap its instructions, and the first product kills the process.
+    """
+    units = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    return bool(units and torch.backends.mkldnn.enabled and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def tf32_allowed() -> bool:

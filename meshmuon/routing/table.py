@@ -180,7 +180,7 @@ def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
 def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     scheme, given = resolve_scheme(param_group["scheme"], param_group["ns_steps"]), param_group["compute_dtype"]
     dtypes = dict.fromkeys(
-        given or default_compute_dtype(work_device(param), param.dtype) for param in param_group["params"]
+        given or default_compute_dtype(work_device(param), param.dtype, scheme) for param in param_group["params"]
     )
     reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
     return [
