@@ -101,7 +101,7 @@ class Contender:
 def _ours(params: list[nn.Parameter], form: Form = "auto", scheme: SchemeName = SAME) -> Callable[[], object]:
     names = [f"layers.{k}.experts.weight" if p.dim() == 3 else f"layers.{k}.weight" for k, p in enumerate(params)]
     group = {"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"], "conv": "flatten"}
-    optimizer = Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False)
+    optimizer = Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False, compute_dtype=torch.float32)
     optimizer._settings = replace(optimizer._settings, form=form)
     optimizer._reset()
     return optimizer.step

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import re
 import sys
 import threading
@@ -21,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import wraps
+from functools import lru_cache, wraps
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -499,6 +500,22 @@ def foreach_is_faster(tensors: list[Tensor], device: torch.device) -> bool:
     from torch.utils._foreach_utils import _has_foreach_support
 
     return bool(_has_foreach_support(tensors, device))
+
+
+@lru_cache(maxsize=1)
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has units for bfloat16 that torch uses: AVX512_BF16. Asked once, so that a process never changes
+    its mind.
+
+    The CPU keeps saying so where oneDNN is limited (``ONEDNN_MAX_CPU_ISA``) or switched off; products in bfloat16 are
+    then slower than in float32 by up to a factor of 40, so oneDNN is asked as well. Limited to AVX-512 without these
+    units it still says that it supports bfloat16. CPUs that advertise AMX are left out: some virtual machines advertise
+    it and trap its instructions, and the first product kills the process.
+    """
+    units = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    limited = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in ("AVX512_CORE", "AVX512_CORE_VNNI")
+    supported = torch.backends.mkldnn.enabled and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(units and supported and not limited)
 
 
 def tf32_allowed() -> bool:

@@ -28,6 +28,7 @@ from meshmuon.params.dtensors import check_gradient_placement, check_placement, 
 from meshmuon.params.lr import lr_factor
 from meshmuon.transport import exchange_group, groups
 from tests.support.threads import run_threads
+from tests.support.units import cpu_multiplies_bfloat16
 
 ROOT = Path(__file__).parent.parent
 
@@ -624,6 +625,16 @@ def test_tf32_is_read_from_either_setting(monkeypatch: pytest.MonkeyPatch) -> No
             assert torch_compat.tf32_allowed() != allowed
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("lacking", ["", "avx512_bf16", "mkldnn", "limited", "limited to AVX-512", "amx"])
+def test_units_for_bfloat16_are_asked_of_the_cpu_and_of_onednn(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: lacking != "avx512_bf16")
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: lacking == "amx")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: lacking != "limited")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE" if lacking == "limited to AVX-512" else "AVX10_1_512")
+    with torch.backends.mkldnn.flags(enabled=lacking != "mkldnn"):
+        assert cpu_multiplies_bfloat16.__wrapped__() == (not lacking)  # without its memory
 
 
 def test_batched_products_of_half_precision_may_be_full_precision() -> None:

@@ -71,7 +71,9 @@ def clip_findings(results: Sequence[RunResult], threshold: float, *, qk_norm: bo
     summaries = {name: summary for name, summary in of_all.items() if summary is not None}
     return Findings(
         headline=_headline(summaries, threshold),
-        log={"qk_clip": {"threshold": threshold, "runs": {name: asdict(summary) for name, summary in summaries.items()}}},
+        log={
+            "qk_clip": {"threshold": threshold, "runs": {name: asdict(summary) for name, summary in summaries.items()}}
+        },
         section=_section(summaries, threshold, _EXPLANATION + (_WITH_NORM if qk_norm else "")),
         picture="logits.png",
         draw=lambda path: draw_logits(path, results, threshold),
@@ -84,7 +86,9 @@ def _headline(summaries: Mapping[str, LogitSummary], threshold: float) -> str:
         which = "With" if CONTENDERS[name].clipped else "Without"
         text = f"{which} QK-clip the largest attention logit of {summary.steps} steps was {summary.largest:.1f}"
         text += f", {summary.largest / threshold:.2f} times the threshold of {threshold:g}"
-        sentences.append(text + (f"; {summary.above / summary.steps:.0%} of the steps were above it." if summary.above else "."))
+        sentences.append(
+            text + (f"; {summary.above / summary.steps:.0%} of the steps were above it." if summary.above else ".")
+        )
     return " ".join(sentences) or "Nothing was trained."
 
 
@@ -122,7 +126,9 @@ def draw_logits(path: Path, results: Sequence[RunResult], threshold: float) -> N
             color, steps = CONTENDERS[result.name].color, range(1, result.steps_done + 1)
             loss.plot(steps, result.train_loss, color=color, alpha=0.25, linewidth=0.8)
             points = result.evals
-            loss.plot([p.step for p in points], [p.loss for p in points], "o-", color=color, markersize=3, label=result.title)
+            loss.plot(
+                [p.step for p in points], [p.loss for p in points], "o-", color=color, markersize=3, label=result.title
+            )
             logit.plot(steps, result.largest_logit, color=color, linewidth=1.2, label=result.title)
             for point in result.resumed:
                 for axes in (loss, logit):

@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..device import known_to_host
 from ..layout import Layout
-from ..ortho import Orthogonalizer, Rational, Scheme, Step
+from ..ortho import Orthogonalizer, Rational, Scheme, Step, is_mixed
 from ..params.checks import momentum_is_cycled
 from ..params.option_table import Compared, group_options
 from ..params.param_record import ParamRecord
 from ..plan import Plan, PlannedParam
 
+BY_UNITS = " by this CPU's units"
 _COMPARED_KEYS = {
     use_muon: tuple(
         key
@@ -40,12 +42,14 @@ def owner_assignments(plan: Plan) -> tuple[tuple[str, str], ...]:
     )
 
 
-def recipe_text(record: ParamRecord) -> str:
-    """How a parameter's matrices are computed: scheme, dtype and update rule. It is part of the plan's digest."""
+def recipe_text(record: ParamRecord, dtype: torch.dtype) -> str:
+    """How matrices of a parameter are computed: scheme, dtype and update rule. It is part of the plan's digest."""
     rules = "".join(f", {_stable_text(rule)}" for rule in record.rules)
     norm_floor = record.scheme.norm_floor if isinstance(record.scheme, Scheme) else 0
     floor = f", norms of at least {norm_floor:g}" if norm_floor else ""
-    return f"{_scheme_text(record.scheme)} in {str(record.compute_dtype).removeprefix('torch.')}{rules}{floor}"
+    by_units = dtype == torch.bfloat16 and record.work_device.type == "cpu" and record.compute_dtype is None
+    units = BY_UNITS if by_units or is_mixed(record.scheme, dtype, record.work_device) else ""
+    return f"{_scheme_text(record.scheme)} in {str(dtype).removeprefix('torch.')}{units}{rules}{floor}"
 
 
 def _stable_text(value: object) -> str:

@@ -14,6 +14,7 @@ from .. import errors
 from ..errors import GradientError, MeshmuonError, PlanMismatchError, StateError
 from ..layout import Layout
 from ..transport import sendable
+from .descriptions import BY_UNITS
 from .identity import Pairing, Place
 from .node_view import NodeView
 
@@ -227,11 +228,14 @@ def _first_difference(
                 "parameters."
             )
         if text != usual_text:
-            text, usual_text = _what_differs(text, usual_text)
-            return (
-                f"{name}: rank {rank} has {text}; rank {usual_rank} has {usual_text}. Build the optimizer after every "
-                "rank has sharded the model in the same way, with the same options for each group."
+            remedy = (
+                "Not all of these CPUs multiply bfloat16: pass compute_dtype=torch.float32 on every rank."
+                if (BY_UNITS in text) != (BY_UNITS in usual_text)
+                else "Build the optimizer after every rank has sharded the model in the same way, with the same options for each "
+                "group."
             )
+            text, usual_text = _what_differs(text, usual_text)
+            return f"{name}: rank {rank} has {text}; rank {usual_rank} has {usual_text}. {remedy}"
     longer, more = (rank, params) if len(params) > len(usual) else (usual_rank, usual)
     shorter = usual_rank if longer == rank else rank
     name = more[min(len(params), len(usual))][0]

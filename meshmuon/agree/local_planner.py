@@ -330,6 +330,7 @@ class LocalPlanner:
 
     def _planned_param(self, record: ParamRecord, matrix_set: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:
         ranks, rows, cols = self._topology.ranks, matrix_set.rows, matrix_set.cols
+        compute_dtype = record.compute_dtype_of(matrix_set)
         gathers_int8 = record.comm_dtype.gather.itemsize == INT8
         by_owner = gathers_int8 and any(layout_cuts_blocks(layout, matrix_set) for layout in layouts)
         itemsize = (record.update_dtype if by_owner else record.comm_dtype.gather).itemsize
@@ -345,15 +346,13 @@ class LocalPlanner:
             itemsize_back=None
             if record.comm_dtype.scatter.itemsize == itemsize
             else record.comm_dtype.scatter.itemsize,
-            flops=expected_flops(
-                rows, cols, record.scheme, self._settings.form, record.compute_dtype, record.work_device
-            ),
+            flops=expected_flops(rows, cols, record.scheme, self._settings.form, compute_dtype, record.work_device),
             share=True if record.mesh is None or may_fail(record.scheme, record.rules) else None,
             private=not layouts and len(ranks) > 1,  # on a single rank nothing is compared, so nothing is left out
             window=matrix_set.window,
             staged=record.device.type != record.work_device.type,
-            how=recipe_text(record),
-            compute_dtype=str(record.compute_dtype).removeprefix("torch."),
+            how=recipe_text(record, compute_dtype),
+            compute_dtype=str(compute_dtype).removeprefix("torch."),
         )
 
 
@@ -376,7 +375,7 @@ def _tell_of_guess(device: str) -> None:
 
 def _costs_on(machine: Machine | None, record: ParamRecord, *, several_nodes: bool) -> CostModel | Calibration:
     """The rates of a machine for parameters such as ``record``, or a guess for its kind of device."""
-    dtype = str(record.compute_dtype).removeprefix("torch.")
+    dtype = str(record.compute_dtype_of(*(record.matrix_sets or ())[:1])).removeprefix("torch.")
     if machine is None or machine.device == "cpu" or dtype not in machine.peak_flops:
         return cost_model_for(record.work_device.type, several_nodes=several_nodes)
     wire = Wire(*(dtype.itemsize for dtype in record.comm_dtype)).itemsize

@@ -61,7 +61,8 @@ def _values_of(
     values["dtype"], values["rounding"] = str(record.param.dtype).removeprefix("torch."), rounding
     values["rows"], values["cols"] = matrices.rows, matrices.cols
     assert record.scheme is not None
-    scheme = scheme_for(record.scheme, matrices.rows, matrices.cols, record.compute_dtype, record.work_device)
+    compute_dtype = record.compute_dtype_of(matrices)
+    scheme = scheme_for(record.scheme, matrices.rows, matrices.cols, compute_dtype, record.work_device)
     if isinstance(scheme, Scheme):  # a callable has no bound that is known
         values["bound"] = bound_of(scheme)
     if vectors:

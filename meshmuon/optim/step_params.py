@@ -113,12 +113,13 @@ def _new_step_param(record: ParamRecord, number: int, settings: StepSettings) ->
     assert record.scheme is not None
     matrix_set, param = record.matrix_sets[number], record.param
     rounds = rounds_stochastically(param, record.param_group)
+    compute_dtype = record.compute_dtype_of(matrix_set)
     return StepParam(
         param=param,
         momentum_buffer=None,
         matrix_set=matrix_set,
-        scheme=scheme_for(record.scheme, matrix_set.rows, matrix_set.cols, record.compute_dtype, record.work_device),
-        compute_dtype=record.compute_dtype,
+        scheme=scheme_for(record.scheme, matrix_set.rows, matrix_set.cols, compute_dtype, record.work_device),
+        compute_dtype=compute_dtype,
         settings=settings,
         work_device=record.work_device,
         comm_dtype=record.comm_dtype,

@@ -10,6 +10,7 @@ from .newton_schulz import (
     default_compute_dtype,
     expected_flops,
     fallback_reason,
+    is_mixed,
     orthogonalize,
     reserve_scratch,
     scheme_for,

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from .kernels.inverse import inverse_work
 from .kernels.products import symmetric_panels
 from .rational import Rational
@@ -26,6 +28,7 @@ from .schemes import Step
 
 # measured on CPU: a FLOP in a 32 × 32 Cholesky factor and its inverse, in units of one in a large product
 _LEAF_PENALTY = 40
+_SHORT_SPEED = 4  # measured on a CPU with units for bfloat16: its products' rate over that of float32
 _SMALL_PRODUCT = 600_000  # measured on CPU: FLOPs that a large product could have done while a small one is called
 
 
@@ -55,14 +58,23 @@ def orthogonalize_flops(rows: int, cols: int, steps: Sequence[Step], blocks: Seq
     return len(blocks) * per_block + in_blocks
 
 
-def orthogonalize_cost(rows: int, cols: int, steps: Sequence[Step], blocks: Sequence[int]) -> int:
+def orthogonalize_cost(
+    rows: int, cols: int, steps: Sequence[Step], blocks: Sequence[int], dtype: torch.dtype = torch.float32
+) -> int:
     """``orthogonalize_flops`` and the time that small blocks take beyond it: proportional to time, except for tiny
     matrices.
+
+    Where a rational step is split, ``dtype`` being of 16 bits, products in that dtype count as the FLOPs that float32
+    would have done in the same time: such matrices are planned beside smaller ones in float32.
     """
     flops, poles = orthogonalize_flops(rows, cols, steps, blocks), _poles(steps)
     if not poles:
         return flops
-    work = inverse_work(min(rows, cols))
+    n, m = min(rows, cols), max(rows, cols)
+    work = inverse_work(n)
+    if dtype.itemsize < torch.float32.itemsize:
+        split = symmetric_flops(n, m) + 2 * n * n * m  # X·Xᵀ and its rest, the factor and its rest
+        flops = poles * work.product_flops + (flops + split - poles * work.product_flops) // _SHORT_SPEED
     return flops + poles * (_LEAF_PENALTY * work.leaf_flops + _SMALL_PRODUCT * work.products)
 
 

@@ -8,6 +8,9 @@ A block of k steps starts from R = X·Xᵀ and composes its steps in the n × n 
 
 and ends with X ← Q·X. With one quintic per block this is the standard form X ← a·X + (b·R + c·R²)·X. With as few blocks
 as the dtype allows it is the Gram form, which touches the long side of X only once per block.
+
+In bfloat16 a rational step is a block of its own, and its n × n matrices are *split*: R and P are sums of two matrices
+of 16 bits. X and all large products stay in 16 bits, the inverse is one in 32.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from .workspace import Workspace, is_aligned, pitch
 _LARGEST_ROW_NORM = 64.0
 _SHORT = (torch.bfloat16, torch.float16)
 _SQUARES = ("gram", "factor", "quadratic", "factor_next", "half_step")  # names of n × n buffers; see ``_apply_block``
+# where a rational step is split
+_SPLIT_SQUARES = (("gram", "quadratic"), torch.bfloat16), (("gram", "factor"), torch.float32)
 
 
 def scratch_bytes(rows: int, cols: int, steps: Sequence[Step], dtype: torch.dtype, result_dtype: torch.dtype) -> int:
@@ -39,17 +44,19 @@ def scratch_bytes(rows: int, cols: int, steps: Sequence[Step], dtype: torch.dtyp
     """
     n, m = min(rows, cols), max(rows, cols)
     x_buffers = 1 if dtype == result_dtype else 2
-    squares = len(_squares(steps, len(steps) != 1)) * pitch(n, n, dtype)
-    inverses = inverse_work(n).scratch if any(isinstance(step, Rational) for step in steps) else 0
-    return (x_buffers * pitch(n, m, dtype) + squares + inverses) * dtype.itemsize
+    rational, wide = any(isinstance(step, Rational) for step in steps), torch.promote_types(dtype, torch.float32)
+    squares = _squares(steps, composed=len(steps) != 1 and not (rational and dtype in _SHORT), dtype=dtype)
+    numbers = x_buffers * pitch(n, m, dtype) * dtype.itemsize + sum(pitch(n, n, of) * of.itemsize for _, of in squares)
+    return numbers + (inverse_work(n).scratch * wide.itemsize if rational else 0)
 
 
-def _squares(steps: Sequence[Step], composed: bool) -> tuple[str, ...]:
-    """The n × n buffers that steps need; ``composed`` where a block has several."""
-    if composed:
-        return _SQUARES
+def _squares(steps: Sequence[Step], composed: bool, dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
+    """The n × n buffers that steps need, and their dtypes; ``composed`` where a block has several."""
     kinds = {isinstance(step, Rational) for step in steps}
-    return ("gram", *(("factor" if rational else "quadratic") for rational in sorted(kinds)))
+    if True in kinds and dtype in _SHORT:
+        return [(name, of) for names, of in _SPLIT_SQUARES for name in names]
+    names = _SQUARES if composed else ("gram", *(("factor" if rational else "quadratic") for rational in sorted(kinds)))
+    return [(name, dtype) for name in names]
 
 
 class Scratch:
@@ -61,20 +68,33 @@ class Scratch:
         dtype: dtype of the products.
         result: where the result will go.
         norm_floor: the smallest norm by which a matrix is divided.
+        splits: whether rational steps are split. They are if ``dtype`` has 16 bits; simulations of such a dtype say so.
     """
 
     def __init__(
-        self, workspace: Workspace, batch: Tensor, dtype: torch.dtype, result: Tensor, norm_floor: float = 0.0
+        self,
+        workspace: Workspace,
+        batch: Tensor,
+        dtype: torch.dtype,
+        result: Tensor,
+        norm_floor: float = 0.0,
+        *,
+        splits: bool = False,
     ) -> None:
         self._workspace = workspace
         self.norm_floor = norm_floor
-        self._dtype = dtype
+        self._dtype, self._wide = dtype, torch.promote_types(dtype, torch.float32)
+        self.splits = splits or dtype in _SHORT
         self._device = batch.device
+        tall = batch.size(1) > batch.size(2)
         batch = _short_side_first(batch)
         self._count, self._n, self._m = batch.shape
-        self._taken: dict[str, Tensor] = {}
+        self._taken: dict[tuple[str, torch.dtype], Tensor] = {}
         self._inverses: ShiftedInverses | None = None
-        self.column_major = batch.stride(1) < batch.stride(2)
+        # oneDNN may round products of 16 bits by the order of their operands in memory: there it follows from the
+        # shape.
+        by_shape = dtype in _SHORT and batch.device.type == "cpu"
+        self.column_major = tall if by_shape else batch.stride(1) < batch.stride(2)
         self.x = self.n_by_m("x")
         scale_dtype = torch.float64 if torch.float64 in (batch.dtype, dtype) else torch.float32
         self.scale = workspace.take("scale", (self._count, 1, 1), scale_dtype, batch.device)
@@ -82,25 +102,30 @@ class Scratch:
         self.lowest = workspace.take("lowest", (self._count, 1, 1), batch.dtype, batch.device)
         self.result = _short_side_first(result)
         # X alternates between two buffers. The result is the second one where it can hold X as products want it.
-        self.spare = self.result if result.dtype == dtype and is_aligned(result) else self.n_by_m("x_next")
+        ordered = not by_shape or (self.result.stride(1) < self.result.stride(2)) == self.column_major
+        self.spare = self.result if result.dtype == dtype and is_aligned(result) and ordered else self.n_by_m("x_next")
 
     def n_by_m(self, name: str) -> Tensor:
         """A (count, n, m) buffer, transposed in memory when the batch is: BLAS reads both ways equally well."""
         if self.column_major:
-            return self._take(name, self._m, self._n).mT
-        return self._take(name, self._n, self._m)
+            return self._take(name, self._m, self._n, self._dtype).mT
+        return self._take(name, self._n, self._m, self._dtype)
 
     def flat(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         return self._workspace.take(name, (size,), dtype, self._device)
 
     def square(self, name: str) -> Tensor:
-        return self._take(name, self._n, self._n)
+        return self._take(name, self._n, self._n, self._dtype)
 
-    def _take(self, name: str, rows: int, cols: int) -> Tensor:
-        buffer = self._taken.get(name)
+    def wide_square(self, name: str) -> Tensor:
+        """A square buffer in which inverses are computed: in at least 32 bits."""
+        return self._take(name, self._n, self._n, self._wide)
+
+    def _take(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+        buffer = self._taken.get((name, dtype))
         if buffer is None:
-            shape = self._count, rows, cols
-            buffer = self._taken[name] = self._workspace.take_matrices(name, shape, self._dtype, self._device)
+            buffer = self._workspace.take_matrices(name, (self._count, rows, cols), dtype, self._device)
+            self._taken[name, dtype] = buffer
         return buffer
 
     def inverses(self) -> ShiftedInverses:
@@ -108,7 +133,7 @@ class Scratch:
         if self._inverses is None:
 
             def take(name: str, rows: int, cols: int) -> Tensor:
-                return self._workspace.take_matrices(name, (1, rows, cols), self._dtype, self._device)[0]
+                return self._workspace.take_matrices(name, (1, rows, cols), self._wide, self._device)[0]
 
             # made in a step inside of it, they would be useless to the next one outside
             with torch.inference_mode(False):
@@ -117,8 +142,8 @@ class Scratch:
 
     def reserve(self, steps: Sequence[Step], blocks: Sequence[int]) -> None:
         """Grows the workspace to all that ``iterate`` will take from it."""
-        for name in _squares(steps, max(blocks) > 1):
-            self.square(name)
+        for name, dtype in _squares(steps, max(blocks) > 1, self._dtype):
+            self._take(name, self._n, self._n, dtype)
         # a CUDA graph of a batch would go on writing where the sums were before they grew
         if self._device.type != "cpu":
             self.flat("sums", self._count * NORM_PARTS * 2, torch.float32)
@@ -152,7 +177,11 @@ def iterate(
     spare = scratch.spare
     for index, length in enumerate(blocks):
         block = steps[start : start + length]
-        gram = products.symmetric(x, x, scratch.square("gram"))
+        first_rational = isinstance(block[0], Rational)
+        if first_rational and scratch.splits:
+            gram = _exact_gram(x, scratch, products)
+        else:
+            gram = products.symmetric(x, x, scratch.square("gram"))
         norm = None  # by which ``_apply_block`` must divide
         if index == 0:
             norm = None if normalised else _normalise(gram, scratch.scale, scratch.norm_floor)
@@ -161,7 +190,7 @@ def iterate(
             # A quintic on its own adds a·X, so X itself is divided. In 16 bits it is divided, too: from the unrounded
             # batch, if there is one, so that this adds no rounding. Elsewhere the block's n × n factor is divided: one
             # pass over X less.
-            if norm is not None and (x.dtype in _SHORT or (length == 1 and not isinstance(block[0], Rational))):
+            if norm is not None and not first_rational and (x.dtype in _SHORT or length == 1):
                 if unrounded is None:
                     x.div_(norm)
                 else:
@@ -232,6 +261,9 @@ def _apply_block(
         a, b, c = steps[0]
         quadratic = products.symmetric(gram, gram, scratch.square("quadratic"), gram, alpha=c, beta=b)
         return products.general(quadratic, x, target, x, beta=a)
+    if scratch.splits and isinstance(steps[0], Rational):
+        factor = products.inverses(gram, steps[0], scratch.wide_square("factor"), scratch.inverses)
+        return _apply_split(x, factor if norm is None else factor.div_(norm), target, scratch, products)
     factor = step_factor = _step_factor(steps[0], gram, scratch.square("factor"), scratch, products)
     if len(steps) > 1:
         spare = scratch.square("factor_next")
@@ -246,6 +278,26 @@ def _apply_block(
             composed = products.general(step_factor, factor, spare)
             factor, spare = composed, factor
     return products.general(factor if norm is None else factor.div_(norm), x, target)
+
+
+def _exact_gram(x: Tensor, scratch: Scratch, products: Products) -> Tensor:
+    """X·Xᵀ in 32 bits out of products in 16: the rounded product, and what rounding took from it."""
+    high = products.symmetric(x, x, scratch.square("gram"))
+    low = products.symmetric(x, x, scratch.square("quadratic"), high, beta=-1.0)
+    # Copied first: a sum of two dtypes would allocate memory.
+    return scratch.wide_square("gram").copy_(high).add_(scratch.wide_square("factor").copy_(low))
+
+
+def _apply_split(x: Tensor, factor: Tensor, target: Tensor, scratch: Scratch, products: Products) -> Tensor:
+    """``factor`` · X, where X has 16 bits and ``factor``, which is overwritten, more: as two products of 16 bits.
+
+    A factor of 16 bits would change what it does to small directions by its largest entries: beside a spike by 0.7 of
+    it.
+    """
+    high, low = scratch.square("gram").copy_(factor), scratch.square("quadratic")
+    low.copy_(factor.sub_(scratch.wide_square("gram").copy_(high)))
+    rest = products.general(low, x, target)
+    return products.general(high, x, target, rest)
 
 
 def _step_factor(step: Step, gram: Tensor, place: Tensor, scratch: Scratch, products: Products) -> Tensor:

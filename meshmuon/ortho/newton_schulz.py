@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from .. import torch_compat
 from ..device import HOST, wide_sums
 from ..errors import ConfigError
 from .blocks import choose_blocks, gram_blocks, is_safe, standard_blocks, worst_error
@@ -15,23 +16,42 @@ from .cost import orthogonalize_cost
 from .iteration import Scratch, iterate
 from .kernels.products import Products, products_for
 from .rational import Rational
-from .schemes import AUTO, Orthogonalizer, Scheme, hybrid, polar_express, resolve_scheme, zolotarev
+from .schemes import AUTO, Orthogonalizer, Scheme, halley, hybrid, polar_express, resolve_scheme, zolotarev
 from .workspace import Workspace, aligned_matrices, is_aligned
 
 Form: TypeAlias = Literal["auto", "standard", "gram"]
 FORMS = get_args(Form)
 _SHORT = (torch.bfloat16, torch.float16)  # too few digits for inverses
+_SMALLEST_SHORT = 100  # short side from which bfloat16 pays on CPUs that multiply in it
 
 
-def default_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """float16 where matrix units make it fast, float32 on CPU and everywhere else; float64 stays float64.
+def default_compute_dtype(
+    device: torch.device, dtype: torch.dtype, scheme: Scheme | Orthogonalizer = AUTO, short_side: int = 1 << 20
+) -> torch.dtype:
+    r"""float16 on a GPU, bfloat16 on a CPU that multiplies in it, float32 everywhere else; float64 stays float64.
 
-    float16 and not bfloat16: both run at the same speed, X is rescaled so that the range of float16 suffices, and its
-    three more digits leave a sixth of bfloat16's error.
+    float16 and not bfloat16 on a GPU: both run at the same speed, X is rescaled so that the range of float16 suffices,
+    and its three more digits leave a sixth of bfloat16's error. On a CPU float32 also stays for matrices whose short
+    side makes it the faster one, and for ``scheme``\ s that have rational steps or are code of the user.
     """
     if dtype == torch.float64:
         return dtype
-    return torch.float16 if device.type == "cuda" else torch.float32
+    if device.type == "cuda":
+        return torch.float16
+    polynomial = isinstance(scheme, Scheme) and not scheme.rational
+    in_short = (
+        device.type == "cpu" and polynomial and short_side >= _SMALLEST_SHORT and torch_compat.cpu_multiplies_bfloat16()
+    )
+    return torch.bfloat16 if in_short else torch.float32
+
+
+def is_mixed(scheme: Scheme | Orthogonalizer | None, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether large products are in bfloat16 and inverses in float32: ``AUTO`` in bfloat16 on a CPU that multiplies
+    in it.
+    """
+    return (
+        scheme == AUTO and dtype == torch.bfloat16 and device.type == "cpu" and torch_compat.cpu_multiplies_bfloat16()
+    )
 
 
 def scheme_for(
@@ -40,12 +60,15 @@ def scheme_for(
     """The scheme that orthogonalises a rows × cols matrix on ``device`` with products in ``dtype``.
 
     ``AUTO`` becomes the cheapest scheme whose worst error on [1e-3, 1], rounding included, is at most that of
-    ``polar_express``; on a GPU, where inverses may make the host wait, ``polar_express`` itself. A scheme with rational
-    steps becomes ``polar_express`` in 16 bits. Everything else stays as it is.
+    ``polar_express``; on a GPU, where inverses may make the host wait, ``polar_express`` itself; and ``halley`` with
+    one quintic where products are mixed. A scheme with rational steps becomes ``polar_express`` in 16 bits. Everything
+    else stays as it is.
     """
     if not isinstance(scheme, Scheme):
         return scheme
     if scheme == AUTO:
+        if is_mixed(scheme, dtype, device):
+            return halley(quintics=1)
         return polar_express() if device.type == "cuda" else _cheapest(rows, cols, dtype)
     if not scheme.rational:
         return scheme
@@ -129,7 +152,7 @@ def orthogonalize(
     if not isinstance(scheme, Scheme):
         result.copy_(call_scheme(scheme, batch))
         return out
-    dtype = dtype or default_compute_dtype(x.device, x.dtype)
+    dtype = dtype or default_compute_dtype(x.device, x.dtype, scheme, min(x.shape[-2:]))
     scheme = scheme_for(scheme, x.size(-2), x.size(-1), dtype, x.device)
     assert isinstance(scheme, Scheme)
     blocks = blocks_for(x.size(-2), x.size(-1), scheme, form=form, dtype=dtype)
@@ -172,6 +195,8 @@ def reserve_scratch(
 
 def blocks_for(rows: int, cols: int, scheme: Scheme, *, form: str, dtype: torch.dtype) -> tuple[int, ...]:
     """How the steps are cut into blocks for rows × cols matrices."""
+    if dtype in _SHORT and scheme.rational:  # a split step is a block of its own
+        return standard_blocks(scheme)
     if form == "auto":
         return choose_blocks(rows, cols, scheme, dtype)
     if form == "gram":
@@ -193,4 +218,4 @@ def expected_flops(
     scheme = None if scheme is None else scheme_for(scheme, rows, cols, dtype, device)
     if not isinstance(scheme, Scheme):
         return orthogonalize_cost(rows, cols, polar_express().steps, (1,) * 5)
-    return orthogonalize_cost(rows, cols, scheme.steps, blocks_for(rows, cols, scheme, form=form, dtype=dtype))
+    return orthogonalize_cost(rows, cols, scheme.steps, blocks_for(rows, cols, scheme, form=form, dtype=dtype), dtype)

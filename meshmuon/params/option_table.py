@@ -298,8 +298,9 @@ _ENGINE = (
     Option(
         "compute_dtype", None, _MUON, dtype_in(FLOAT_DTYPES, "must be a floating point dtype to compute in"), _PLAN
     ).with_help(
-        "Dtype of the Newton–Schulz products; by default float32 on CPU, float16 on GPU, float64 for float64 "
-        "parameters."
+        "Dtype of the products that orthogonalise; by default float16 on GPU, float32 on CPU, float64 for float64 "
+        "parameters. On CPUs with units for bfloat16 (AVX512_BF16, no AMX), bfloat16 for matrices of at least 100 "
+        "rows and columns, with inverses in float32; see docs/orthogonalisation.md."
     ),
     Option(
         "comm_dtype", None, _WHOLE, dtype_in(STORED_DTYPES, "must be a dtype for the wire", pairs=True), _PLAN

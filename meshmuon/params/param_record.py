@@ -93,7 +93,7 @@ class ParamRecord:
     matrix_sets: tuple[MatrixSet, ...] | None  # one set per part of a fused weight; None if AdamW steps the parameter
     scheme: Scheme | Orthogonalizer | None
     rules: tuple[UpdateRule, ...]  # in the order in which they are applied; none for plain Muon
-    compute_dtype: torch.dtype  # of the products
+    compute_dtype: torch.dtype | None  # of the products; None for the default, which ``compute_dtype_of`` tells
     comm_dtype: CommDtype  # on the wire
     update_dtype: torch.dtype  # in which the update is formed
     int8_momentum: bool = False  # whether its momentum is kept in int8
@@ -116,19 +116,32 @@ class ParamRecord:
         place = place or ParamLocation.of(param, recipe)
         shape, dtype, options = tuple(param.shape), param.dtype, recipe.matrix_options
         update_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        compute_dtype = (
-            dtype if options is None else recipe.compute_dtype or default_compute_dtype(place.work_device, dtype)
-        )
         matrix_sets = None if options is None else find_matrices(name, shape, options)
         check_rule_memory(name, matrix_sets or (), recipe.rules)
-        for part in matrix_sets or ():
-            assert recipe.scheme is not None
-            scheme_for(recipe.scheme, part.rows, part.cols, compute_dtype)  # refuses a scheme that rounding would break
         between_gpus = place.work_device.type == "cuda" and update_dtype != torch.float64
         on_wire = CommDtype.of(comm_dtype, torch.bfloat16 if between_gpus else update_dtype)
+        compute_dtype = dtype if options is None else recipe.compute_dtype
         how = recipe.scheme, recipe.rules, compute_dtype, on_wire, update_dtype
-        return cls(
+        record = cls(
             name, group_index, group, param, shape, *place, matrix_sets, *how, int8_momentum=recipe.int8_momentum
+        )
+        for part in matrix_sets or ():
+            assert recipe.scheme is not None
+            scheme_for(
+                recipe.scheme, part.rows, part.cols, record.compute_dtype_of(part)
+            )  # refuses one that rounding would break
+        return record
+
+    def compute_dtype_of(self, matrices: MatrixSet | None = None) -> torch.dtype:
+        """The dtype of the products of some of its matrices: the option of the param group or, by their shape, the
+        default.
+        """
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        assert matrices is not None
+        assert self.scheme is not None
+        return default_compute_dtype(
+            self.work_device, self.update_dtype, self.scheme, min(matrices.rows, matrices.cols)
         )
 
 

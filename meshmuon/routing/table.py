@@ -204,7 +204,7 @@ def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
 def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
     scheme, given = resolve_scheme(param_group["scheme"], param_group["ns_steps"]), param_group["compute_dtype"]
     trained = [param for param in param_group["params"] if param.requires_grad]
-    dtypes = dict.fromkeys(given or default_compute_dtype(work_device(param), param.dtype) for param in trained)
+    dtypes = dict.fromkeys(given or default_compute_dtype(work_device(param), param.dtype, scheme) for param in trained)
     reasons = (fallback_reason(scheme, dtype) for dtype in dtypes)
     return [
         f"group {index}: {reason}. Pass compute_dtype=torch.float32 to use it."

@@ -36,6 +36,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "schemes": (),
     "sharded": ("--ranks", "4", "--layouts", "FSDP2", "EP×FSDP, whole"),
     "single_device": (),
+    "as_shipped": ("--sets", "8 × 256²", "GPT-2 layer"),
     "tuning": ("--lrs", "0.002", "--decays", "0.1"),
 }
 

@@ -5,6 +5,7 @@ Under ``HostileArithmetic`` the last bit of a result changes
 
 * of a product, for every matrix of which an operand or the result does not begin at a multiple of 64 bytes (as MKL does
   on AMD);
+* of a product of 16 bits, if an operand or the result is transposed in memory (as oneDNN's may);
 * of ``a + alpha·b`` and fused AdamW, for the last elements of a tensor (as kernels with vectors do);
 * with ``company=True``, of a product, for every matrix of a batch but the first (as BLAS libraries with several threads
   do);
@@ -79,7 +80,8 @@ class HostileArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         batches = [tensor if tensor.dim() == 3 else tensor.unsqueeze(0) for tensor in (*operands, result)]
         for k, matrix in enumerate(batches[-1]):
             addresses = [batch.data_ptr() + k * batch.stride(0) * batch.element_size() for batch in batches]
-            if any(address % LINE for address in addresses) or (self._company and k):
+            transposed = any(batch.element_size() == 2 and batch.stride(1) < batch.stride(2) for batch in batches)
+            if any(address % LINE for address in addresses) or transposed or (self._company and k):
                 self._nudge(matrix, torch.ones_like(matrix, dtype=torch.bool))
 
     def _nudge_tail(self, result: Tensor) -> None:

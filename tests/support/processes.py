@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from . import nccl_like
+from .units import without_bfloat16_units
 
 _PRELOADED = [
     "torch",
@@ -111,6 +112,7 @@ def run_ranks(
 
 def _rank_main(rank: int, world: int, main: RankMain, folder: Path, backend: str, args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
+    without_bfloat16_units()
     try:
         join_group(rank, world, folder / "store", backend)
         outcome = RankOutcome(result=main(rank, folder, *args))
@@ -219,6 +221,7 @@ def _job_rank_main(
     answers: Connection,
 ) -> None:
     torch.set_num_threads(1)
+    without_bfloat16_units()
     listed = jobs()
     for number, name in enumerate(names):
         together.wait()

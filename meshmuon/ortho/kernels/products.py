@@ -29,6 +29,7 @@ _SHORT_PANEL = 96  # of results with few rows
 _EDGES = 32  # panels begin at multiples of it
 _SMALLEST_SPLIT = 384
 _LARGEST_SHORT_SIDE = 256  # up to which cuBLAS beats the Triton kernel: there are few tiles, and it can also split sums
+_SHORT = (torch.bfloat16, torch.float16)
 # where the inner size is at least twice the rows: starting a panel then costs less than it saves
 _SMALLEST_LONG_SPLIT = 192
 
@@ -140,19 +141,39 @@ class BlockedProducts(Products):
         return out
 
     def _multiply(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, alpha: float, beta: float) -> None:
+        if addend is not None and alpha == 0.0:  # a cubic step; torch 2.13 forgets beta then, in 16 bits on CPU
+            torch.mul(addend, beta, out=out)
+        elif out.dtype in _SHORT and out.device.type == "cpu":
+            for k in range(a.size(0)):
+                _short_product(a[k], b[k], out[k], None if addend is None else addend[k], alpha, beta)
         # Matrices with gaps between them are multiplied as a batch of one is: BLAS has other code for batches.
-        if a.size(0) > 1 and (self.one_by_one or not is_dense(out)):
+        elif a.size(0) > 1 and (self.one_by_one or not is_dense(out)):
             for i in range(a.size(0)):
                 part = None if addend is None else addend[i : i + 1]
                 self._multiply(a[i : i + 1], b[i : i + 1], out[i : i + 1], part, alpha, beta)
-        elif addend is not None and alpha == 0.0:  # a cubic step; torch 2.13 forgets beta then, in 16 bits on CPU
-            torch.mul(addend, beta, out=out)
         elif addend is not None:
             torch.baddbmm(addend, a, b, alpha=alpha, beta=beta, out=out)
         elif alpha != 1.0:
             torch.baddbmm(out, a, b, alpha=alpha, beta=0.0, out=out)
         else:
             torch.bmm(a, b, out=out)
+
+
+def _short_product(a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, alpha: float, beta: float) -> None:
+    """``alpha · a·b + beta · addend`` of matrices in 16 bits on a CPU.
+
+    Batched products of 16 bits copy strided operands, and a result that is transposed in memory is computed by a loop
+    that is more than 1,000 times slower. Products of two matrices take operands as they are; a transposed result is
+    computed as bᵀ·aᵀ.
+    """
+    if out.stride(0) < out.stride(1):
+        a, b, out, addend = b.mT, a.mT, out.mT, None if addend is None else addend.mT
+    if addend is None and alpha == 1.0:
+        torch.mm(a, b, out=out)
+    elif addend is None:
+        torch.addmm(out, a, b, alpha=alpha, beta=0.0, out=out)
+    else:
+        torch.addmm(addend, a, b, alpha=alpha, beta=beta, out=out)
 
 
 class FunctionalProducts(Products):

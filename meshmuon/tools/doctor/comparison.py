@@ -86,7 +86,6 @@ class Comparison:
         self._context, self._whole, self._reference = context, whole, reference or muon_on(whole)
         # names of those without any tolerance
         self.exact = set(whole) if context.exact and wire is None else set[str]()
-        self._compute = default_compute_dtype(context.device, torch.float32)
         self._wire = wire or (torch.float32 if context.device.type == "cpu" else torch.bfloat16)
         self._allowed = dict.fromkeys(whole, 0.0)
         self._steps = 0
@@ -145,8 +144,9 @@ class Comparison:
         squares = 0.0
         for matrix in update if param.dim() == 3 else (update,):
             rows, cols = matrix.shape
-            scheme = scheme_for(AUTO, rows, cols, self._compute, param.device)
+            compute = default_compute_dtype(param.device, torch.float32, AUTO, min(rows, cols))
+            scheme = scheme_for(AUTO, rows, cols, compute, param.device)
             assert isinstance(scheme, Scheme)
-            bound = rounding_bound(matrix, scheme, self._compute, sent=unit_roundoff(self._wire, torch.device("cpu")))
+            bound = rounding_bound(matrix, scheme, compute, sent=unit_roundoff(self._wire, torch.device("cpu")))
             squares += (2 * group["lr"] * lr_factor(group["adjust_lr_fn"], rows, cols) * bound) ** 2
         return stored + float(squares**0.5)

@@ -107,7 +107,7 @@ def medians(by_rank: Sequence[Any]) -> Any:
 
 def measure_rates(context: Context) -> Finding:
     """Rates of n × n products in each dtype, of the default orthogonalisation, and of elementwise work."""
-    on_cpu, compute = context.device.type == "cpu", default_compute_dtype(context.device, torch.float32)
+    on_cpu = context.device.type == "cpu"
     dtypes = [
         torch.float32,
         *([] if on_cpu else [torch.float16]),
@@ -115,7 +115,7 @@ def measure_rates(context: Context) -> Finding:
     ]
     figures = {
         "products": {key: rate for dtype in dtypes for key, rate in _product_rates(context, dtype).items()},
-        **_orthogonalisation_rates(context, compute),
+        **_orthogonalisation_rates(context),
         "elementwise": _elementwise(context),
     }
     return summarise_rates(context, _by_rank(figures))
@@ -136,7 +136,7 @@ def _product_rates(context: Context, dtype: torch.dtype) -> dict[_RateKey, float
     return rates
 
 
-def _orthogonalisation_rates(context: Context, dtype: torch.dtype) -> dict[str, dict[_RateKey, float]]:
+def _orthogonalisation_rates(context: Context) -> dict[str, dict[_RateKey, float]]:
     """FLOPs per second of a further matrix of a batch and of a single one, by dtype and size or, if not square,
     sides.
     """
@@ -144,6 +144,7 @@ def _orthogonalisation_rates(context: Context, dtype: torch.dtype) -> dict[str, 
 
     def measure(*sides: int) -> float:
         size, length = sides[0], sides[-1]
+        dtype = default_compute_dtype(context.device, torch.float32, AUTO, size)
         flops = expected_flops(size, length, AUTO, "auto", dtype, context.device)
         count = max(2, min(_BATCH, _ELEMENTS // (size * length)))
         with context.doing(f"measuring orthogonalisation of {size}×{length} in {dtype}"):

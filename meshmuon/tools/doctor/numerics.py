@@ -33,7 +33,7 @@ from ...torch_compat import tf32_allowed
 from .context import Context, Finding
 
 _SHAPES = ((2, 33, 47), (1, 160, 300), (3, 129, 129))  # around the tiles of the kernel and the panels of its twin
-_MATRICES = ((64, 64), (48, 200), (130, 40))
+_MATRICES = ((64, 64), (48, 200), (130, 40), (112, 128))
 _POLE, _WEIGHT = 0.3, 0.7
 _DRAWS = 4
 _ROOM = 4.0  # how many times the largest of the draws another draw, on another machine, may be
@@ -43,8 +43,9 @@ _TF32 = 2.0**-11
 
 def dtypes_in_use(device: torch.device) -> tuple[torch.dtype, ...]:
     """The dtypes in which products are computed on ``device``, unless a user asks for another one."""
-    if device.type == "cpu":  # 16-bit products are no default here, and kill the process on some virtual machines
-        return torch.float32, torch.float64
+    # where 16-bit products are no default they are slow, or kill the process on some virtual machines
+    if device.type == "cpu":
+        return *dict.fromkeys((default_compute_dtype(device, torch.float32), torch.float32)), torch.float64
     return default_compute_dtype(device, torch.float32), torch.bfloat16, torch.float32
 
 
@@ -100,15 +101,15 @@ def _excesses(products: Products, x: Tensor) -> Iterator[tuple[str, float]]:
 def check_orthogonalisation(context: Context) -> Finding:
     """Compares the default scheme, and polar_express with ten steps, with a singular value decomposition in float64."""
     device, problems, largest = context.device, list[str](), 0.0
-    compute = default_compute_dtype(device, torch.float32)
     for seed, shape in enumerate(_MATRICES):
         x = seeded(shape, 100 + seed).to(device)
-        default = scheme_for(AUTO, *shape, compute, device)
+        compute = default_compute_dtype(device, torch.float32, AUTO, min(shape))
         # Ten steps in the standard form: finding safe blocks for ten steps takes seconds.
-        for scheme, form in ((default, "auto"), (polar_express(steps=10), "standard")):
+        for named, form in ((AUTO, "auto"), (polar_express(steps=10), "standard")):
+            scheme = scheme_for(named, *shape, compute, device)
             assert isinstance(scheme, Scheme)
             with context.doing(f"orthogonalising {shape[0]}×{shape[1]} by {scheme.name}"):
-                result = orthogonalize(x, scheme, form=form)
+                result = orthogonalize(x, named, form=form)
                 error = float((result.cpu().double() - exact_result(x, scheme)).norm())
                 allowed = rounding_bound(x, scheme, compute, form=form)
                 largest = max(largest, error / allowed)
@@ -153,12 +154,12 @@ class RoundedProducts(Products):
     def general(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
-        return out.copy_(self._moved(*exact_product(a, b, addend, alpha=alpha, beta=beta), a.size(-1)))
+        return out.copy_(self._moved(*exact_product(a, b, addend, alpha=alpha, beta=beta), a.size(-1), self._stored))
 
     def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
-        """As in ``Products``. An inverse by Cholesky factors is that of a matrix which is off by a few roundings."""
+        """In at least 32 bits. An inverse by Cholesky factors is that of a matrix which is off by a few roundings."""
         diagonal = gram.diagonal(dim1=1, dim2=2).abs().sqrt()
-        moved = self._moved(gram, diagonal.unsqueeze(1) * diagonal.unsqueeze(2), gram.size(-1))
+        moved = self._moved(gram, diagonal.unsqueeze(1) * diagonal.unsqueeze(2), gram.size(-1), self._summed)
         moved = (moved + moved.mT) / 2
         identity = torch.eye(gram.size(-1), dtype=gram.dtype)
         out.copy_(step.constant * identity + step.linear * moved + step.quadratic * (moved @ moved))
@@ -169,8 +170,8 @@ class RoundedProducts(Products):
     def rounded(self, exact: Tensor, unit: float) -> Tensor:
         return exact * (1 + unit * self._within(exact))
 
-    def _moved(self, exact: Tensor, size: Tensor, terms: int) -> Tensor:
-        return exact + self._within(exact) * (math.sqrt(terms + 2) * self._summed * size + self._stored * exact.abs())
+    def _moved(self, exact: Tensor, size: Tensor, terms: int, stored: float) -> Tensor:
+        return exact + self._within(exact) * (math.sqrt(terms + 2) * self._summed * size + stored * exact.abs())
 
     def _within(self, like: Tensor) -> Tensor:
         return 2 * torch.rand(like.shape, generator=self._generator, dtype=torch.float64) - 1
@@ -205,14 +206,14 @@ def rounding_bound(
 
     ``sent`` is the unit roundoff of what travels: the matrix is rounded to it before, and the result after.
     """
-    unit = unit_roundoff(compute, matrix.device)
+    unit, short = unit_roundoff(compute, matrix.device), compute.itemsize < torch.float32.itemsize
     x = matrix.detach().cpu().double()
     blocks = blocks_for(x.size(0), x.size(1), scheme, form=form, dtype=compute)
 
     def result_of(products: RoundedProducts, unit: float, sent: float) -> Tensor:
         batch = products.rounded(products.rounded(x, sent), unit).unsqueeze(0)
         result = torch.empty_like(batch)
-        iterate(batch, scheme.steps, blocks, Scratch(Workspace(), batch, torch.float64, result), products)
+        iterate(batch, scheme.steps, blocks, Scratch(Workspace(), batch, torch.float64, result, splits=short), products)
         return products.rounded(result[0], sent)
 
     # Not against the singular value decomposition: a fault of the iteration would widen the bound and hide itself.

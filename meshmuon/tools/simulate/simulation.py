@@ -108,9 +108,10 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, machine: Ma
     device = torch.device(machine.device)
     matrices = {item.param.name: item.param.matrices for item in placed if item.param.matrices is not None}
     entries = check_matrices({name: entry.fields() for name, entry in matrices.items()})
-    muon = GroupRecipe(
-        scheme=resolve_scheme(options.scheme, options.ns_steps), matrix_options=MatrixOptions(matrices=entries)
-    )
+    # The default of a CPU is that of the machine, not of the CPU on which this runs.
+    compute_dtype = getattr(torch, machine.rates_for().compute_dtype) if device.type == "cpu" else None
+    scheme = resolve_scheme(options.scheme, options.ns_steps)
+    muon = GroupRecipe(scheme, matrix_options=MatrixOptions(matrices=entries), compute_dtype=compute_dtype)
     # As in an optimizer with the default param groups: Muon's parameters first, then AdamW's.
     ordered = sorted(placed, key=lambda item: not item.param.use_muon)
     rank = min(rank for mesh in {item.mesh for item in placed} for rank in mesh.ranks)
