@@ -97,7 +97,8 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--microbatches",
         type=whole(1),
-        help="parts in which a batch is computed, over all processes (default: one per process); with 2, one process and two "
+        help="parts in which a batch is computed, over all processes (default: one per process); with 2, one process "
+        "and two "
         "processes of as many threads give the same bits where --grad-clip is 0",
     )
     group.add_argument("--warmup-steps", type=whole(0), help="steps of lr warm-up (default: 20, fewer in short runs)")
@@ -157,7 +158,8 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--qk-clip",
         action="store_true",
-        help="compare meshmuon without and with QK-clip instead of meshmuon with AdamW, on a model whose attention logits "
+        help="compare meshmuon without and with QK-clip instead of meshmuon with AdamW, on a model whose attention "
+        "logits "
         f"explode: {shown}, unless these flags are given",
     )
     group.add_argument(
@@ -224,7 +226,8 @@ def add_wire_option(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--wire",
         choices=tuple(WIRES),
-        help="dtype in which meshmuon sends matrices, or two: to their owners and back (default: meshmuon's own); one process "
+        help="dtype in which meshmuon sends matrices, or two: to their owners and back (default: meshmuon's own); one "
+        "process "
         "rounds as if it sent",
     )
 

@@ -231,7 +231,8 @@ def _first_difference(
             remedy = (
                 "Not all of these CPUs multiply bfloat16: pass compute_dtype=torch.float32 on every rank."
                 if (BY_UNITS in text) != (BY_UNITS in usual_text)
-                else "Build the optimizer after every rank has sharded the model in the same way, with the same options for each "
+                else "Build the optimizer after every rank has sharded the model in the same way, with the same "
+                "options for each "
                 "group."
             )
             text, usual_text = _what_differs(text, usual_text)

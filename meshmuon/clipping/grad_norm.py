@@ -302,7 +302,8 @@ def _chosen_tensors(parameters: Tensor | Iterable[Tensor] | torch.optim.Optimize
     if which == "adamw" and (groups is None or not all("use_muon" in group for group in groups)):
         what = "bare parameters do" if groups is None else f"the groups of {type(parameters).__name__} do"
         raise ConfigError(
-            f'which="adamw": {what} not say which of them AdamW steps. Pass the optimizer, clip_grad_norm_(optimizer, max_norm, '
+            f'which="adamw": {what} not say which of them AdamW steps. Pass the optimizer, clip_grad_norm_(optimizer, '
+            "max_norm, "
             'which="adamw") with a meshmuon.Muon, or pass just the parameters to clip and leave out which.'
         )
     if groups is not None:

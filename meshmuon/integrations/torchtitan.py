@@ -52,8 +52,10 @@ class MuonContainer(OptimizersContainer[Muon]):
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":
             raise ConfigError(
-                'implementation="fused_opt_states_bf16" is for torch.optim.AdamW; Muon keeps the moments of its AdamW part in '
-                'the dtype of the parameters. Leave implementation="fused"; options={"momentum_dtype": torch.bfloat16} halves '
+                'implementation="fused_opt_states_bf16" is for torch.optim.AdamW; Muon keeps the moments of its AdamW '
+                "part in "
+                'the dtype of the parameters. Leave implementation="fused"; options={"momentum_dtype": torch.bfloat16} '
+                "halves "
                 "the momentum of the matrices."
             )
         if not isinstance(config.options, dict):

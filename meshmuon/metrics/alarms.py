@@ -152,6 +152,7 @@ class Health:
             "lr convention",
             "all groups",
             f"in a step, entries of Muon's matrices move by {rms:.1e}{beside}: probably an lr of another convention. "
-            'adjust_lr_fn="match_rms_adamw" takes 1 to 8 times AdamW\'s lr (1e-4 to 1.6e-2); an lr of about 0.02 belongs to '
+            'adjust_lr_fn="match_rms_adamw" takes 1 to 8 times AdamW\'s lr (1e-4 to 1.6e-2); an lr of about 0.02 '
+            "belongs to "
             'adjust_lr_fn="original".',
         )

@@ -75,7 +75,8 @@ class ActivityCheck:
                 f"there is no matrix for Muon: these filters of convolutions go to AdamW ({why}): "
                 f"{', '.join(names[:3])}"
                 + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                + f'. {fix} Muon(model, conv="flatten"), which makes each of them an (out, in·kernel) matrix; muon_for and the '
+                + f'. {fix} Muon(model, conv="flatten"), which makes each of them an (out, in·kernel) matrix; muon_for '
+                "and the "
                 f'factories for trainers take conv="flatten" as well. {_INTENDED}'
             )
 

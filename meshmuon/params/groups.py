@@ -31,12 +31,14 @@ from .rules import Hyperball, UpdateRule, resolve_rules
 
 _RIGHT_CALL = (
     "Write Muon(model, lr=...), or groups of your own: "
-    'Muon([{"params": matrices, "names": their_names, "use_muon": True}, {"params": others, "use_muon": False}], lr=...).'
+    'Muon([{"params": matrices, "names": their_names, "use_muon": True}, {"params": others, "use_muon": False}], '
+    "lr=...)."
 )
 _CALL_OF_TRAINERS = (
     "If a trainer makes this call, let it call a factory, which sees the names of the parameters: for Transformers' "
     "Trainer, "
-    'optimizer_cls_and_kwargs=(muon, {"lr": ...}) with muon from meshmuon.integrations.hf; elsewhere, muon_for(model, lr=...) '
+    'optimizer_cls_and_kwargs=(muon, {"lr": ...}) with muon from meshmuon.integrations.hf; elsewhere, muon_for(model, '
+    "lr=...) "
     "of meshmuon.integrations.factory."
 )
 _CALL_OF_UNFREEZING = (
@@ -108,7 +110,8 @@ def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, T
             raise ConfigError(
                 f"group {index}: another parameter is called {name} as well, and all names of an optimizer must "
                 "differ. For several models in one optimizer, write "
-                'get_default_muon_param_groups(nn.ModuleDict({"first": first, "second": second})); in groups of your own, begin '
+                'get_default_muon_param_groups(nn.ModuleDict({"first": first, "second": second})); in groups of your '
+                "own, begin "
                 f'the names with the part of the model that they are from, such as "first.{name}".'
             )
     if len(set(params)) != len(params):
@@ -181,7 +184,8 @@ def rounds_stochastically(param: Tensor, group: Mapping[str, Any]) -> bool:
 def check_rounding(name: str, param: Tensor, rounding: str) -> None:
     if rounding == "stochastic" and param.dtype == torch.float16 and param.requires_grad:
         raise ConfigError(
-            f'{name} is float16, and rounding="stochastic" is for bfloat16 parameters: convert it to bfloat16, or put it into a '
+            f'{name} is float16, and rounding="stochastic" is for bfloat16 parameters: convert it to bfloat16, or put '
+            "it into a "
             'group with rounding="nearest".'
         )
 
@@ -269,7 +273,8 @@ def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rules: Sequen
         raise ConfigError(
             f"{what} keeps one number per output, for which {blocks} experts that are stored one below the other as "
             "(in, out) "
-            f'have no place. Write matrices={{"{name}": {{"experts": {blocks}}}}} in the group, which takes their rows for '
+            f'have no place. Write matrices={{"{name}": {{"experts": {blocks}}}}} in the group, which takes their rows '
+            "for "
             "outputs, or another rule."
         )
 

@@ -207,7 +207,8 @@ _EVERYDAY = (
     Option("adamw_betas", (0.9, 0.95), _ADAMW, check_betas, _VALUE, aliases=("betas",)).with_help("Betas of AdamW."),
     Option("adamw_eps", 1e-8, _ADAMW, check_eps, _VALUE, aliases=("eps",)).with_help("Epsilon of AdamW."),
     Option("scheme", "auto", _MUON, _check_scheme, _PLAN, kept_as=_scheme_as_numbers).with_help(
-        'How matrices are orthogonalised: ``"auto"``, ``"polar_express"``, ``"keller"``, ``"zolotarev"``, ``"hybrid"``, '
+        'How matrices are orthogonalised: ``"auto"``, ``"polar_express"``, ``"keller"``, ``"zolotarev"``, '
+        '``"hybrid"``, '
         '``"halley"``, a list of (a, b, c), a ``Scheme``, or a callable on a batch; see docs/orthogonalisation.md.'
     ),
     # ``scheme`` checks it.
@@ -232,13 +233,15 @@ _MODEL = (
         "expert_keys", None, _MUON, of_value(check_expert_keys), _PLAN, kept_as=check_expert_keys, defines_matrices=True
     ).with_help("A 3-D parameter whose name contains one of these is a stack of independent matrices."),
     Option("expert_dims", "out_in", _MUON, one_of(EXPERT_DIMS), _VALUE, defines_matrices=True).with_help(
-        '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the learning '
+        '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the '
+        "learning "
         "rate, ``split`` and update rules."
     ),
     Option(
         "matrices", None, _MUON, of_value(check_matrices), _VALUE, kept_as=matrices_as_dicts, defines_matrices=True
     ).with_help(
-        'What is inside single parameters: ``{name: {"experts": …, "dims": …, "split": …, "flatten": …}}``, with ``*`` for '
+        'What is inside single parameters: ``{name: {"experts": …, "dims": …, "split": …, "flatten": …}}``, with ``*`` '
+        "for "
         "numbers in names. ``get_default_muon_param_groups`` writes it. ``expert_keys``, ``split`` and ``conv`` "
         "override it; see docs/models.md."
     ),
@@ -255,7 +258,8 @@ _MODEL = (
     ).with_help(
         "Of a model, which convolution filters go to Muon as one (out, in·kernel) matrix: by default those with both "
         "sides of at "
-        'least 16 that do not see the pixels, with ``"flatten"`` all but grouped ones, with ``"adamw"`` none. In a group of your '
+        'least 16 that do not see the pixels, with ``"flatten"`` all but grouped ones, with ``"adamw"`` none. In a '
+        "group of your "
         'own, ``"flatten"`` makes any other parameter of more than two dims one matrix; see docs/models.md.'
     ),
 )
@@ -265,7 +269,8 @@ _UPDATE = (
         "rule", "plain", _MUON, of_value(check_rule), _PLAN, lambda rule: chain_of(rule) or rule, defines_matrices=True
     ).with_help(
         'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, '
-        '``"hyperball"``, ``"update_floor"``, an object with the methods of ``UpdateRule``, or a list of these, applied in its '
+        '``"hyperball"``, ``"update_floor"``, an object with the methods of ``UpdateRule``, or a list of these, '
+        "applied in its "
         "order; see docs/rules.md."
     ),
     Option("cautious_weight_decay", False, _MUON, check_flag, _VALUE).with_help(
@@ -273,7 +278,8 @@ _UPDATE = (
         "docs/rules.md."
     ),
     Option("rounding", "nearest", _ALL, one_of(get_args(Rounding)), _VALUE).with_help(
-        'How a step rounds bfloat16 parameters, which it forms in float32: ``"nearest"``, or ``"stochastic"``, which is right on '
+        'How a step rounds bfloat16 parameters, which it forms in float32: ``"nearest"``, or ``"stochastic"``, which '
+        "is right on "
         "average, so that small updates and decay are not lost. It has no effect on float32 and float64 parameters; "
         "float16 "
         'parameters refuse ``"stochastic"``. See docs/optimizer.md.'
@@ -284,11 +290,14 @@ _UPDATE = (
     ),
     # QKClip checks it.
     Option("clip_config", None, _WHOLE, None).with_help(
-        'QK-clip, such as ``{"head_dim": 128, "threshold": 100}``. It acts on the ``qk_logits`` of a step; see docs/qk_clip.md.'
+        'QK-clip, such as ``{"head_dim": 128, "threshold": 100}``. It acts on the ``qk_logits`` of a step; see '
+        "docs/qk_clip.md."
     ),
     Option("nonfinite", "propagate", _WHOLE, one_of(get_args(NonFinitePolicy)), _PLAN).with_help(
-        'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` leaves '
-        'everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is written, and '
+        'What to do if a gradient on any rank has an infinity or a NaN: ``"propagate"`` steps with it, ``"skip"`` '
+        "leaves "
+        'everything as it is and counts in ``skipped_steps``, ``"raise"`` raises on all ranks before anything is '
+        "written, and "
         "waits for the device to know. Both leave out single updates that are not finite although their gradients "
         "were. What a GradScaler finds is always skipped; see docs/reliability.md."
     ),
@@ -313,7 +322,8 @@ _ENGINE = (
     ),
     Option("replicas", "auto", _WHOLE, one_of(REPLICA_OPTIONS), _PLAN).with_help(
         'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
-        '``"repeat"`` has each compute it, ``"auto"`` takes the faster, and shares what a scheme or a rule of your own computes.'
+        '``"repeat"`` has each compute it, ``"auto"`` takes the faster, and shares what a scheme or a rule of your own '
+        "computes."
     ),
     # ExecutorSettings checks its range.
     Option("memory_budget", None, _WHOLE, whole_number(optional=True), _PLAN).with_help(
@@ -340,8 +350,10 @@ _ENGINE = (
         "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU."
     ),
     Option("kernels", "auto", _WHOLE, of_value(check_kernels), _PLAN).with_help(
-        'What computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks, torch where that is faster on '
-        'all), ``"triton"``, ``"quack"`` (the library of quack-kernels, where it takes the shape) or ``"torch"``; no effect on '
+        'What computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks, torch where that is '
+        "faster on "
+        'all), ``"triton"``, ``"quack"`` (the library of quack-kernels, where it takes the shape) or ``"torch"``; no '
+        "effect on "
         "CPU. See docs/proofs.md."
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(

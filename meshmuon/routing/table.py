@@ -190,12 +190,14 @@ def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
         return []  # it does not use adjust_lr_fn
     if rule == "match_rms_adamw" and lr >= _TOO_LARGE_FOR_MATCH_RMS:
         return [
-            f'group {index}: lr={lr:g} with adjust_lr_fn="match_rms_adamw" moves entries by {0.2 * lr:g} a step. This rule takes '
+            f'group {index}: lr={lr:g} with adjust_lr_fn="match_rms_adamw" moves entries by {0.2 * lr:g} a step. This '
+            "rule takes "
             '1 to 8 times AdamW\'s learning rates (1e-4 to 1.6e-2); 0.02 belongs to adjust_lr_fn="original".'
         ]
     if rule in ("original", "spectral", "spectral_unclamped") and 0 < lr < _TOO_SMALL_FOR_ORIGINAL:
         return [
-            f'group {index}: lr={lr:g} is small for adjust_lr_fn="{rule}", whose usual lr is about 0.02. AdamW\'s learning rates '
+            f'group {index}: lr={lr:g} is small for adjust_lr_fn="{rule}", whose usual lr is about 0.02. AdamW\'s '
+            "learning rates "
             'belong to adjust_lr_fn="match_rms_adamw".'
         ]
     return []

@@ -112,7 +112,8 @@ def _warn_of_other_matrices(optimizer: Muon) -> None:
         text = (
             f"{cut[0].name}{beside} was one matrix under torch.optim.Muon and is {cut[0].matrices} here: training "
             "goes on with "
-            'other matrices. For those of torch, build the groups by hand, {"params": matrices, "names": names, "use_muon": '
+            'other matrices. For those of torch, build the groups by hand, {"params": matrices, "names": names, '
+            '"use_muon": '
             "True}, without split, expert_keys or matrices."
         )
         warnings.warn(text, RoutingWarning, stacklevel=level_of_user())

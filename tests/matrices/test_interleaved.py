@@ -112,7 +112,8 @@ def test_experts_that_are_stored_as_inputs_by_outputs() -> None:
     [
         (
             Interleaved((1, 1), 4),
-            r"w: split=Interleaved\(\(1, 1\), 4\) is for 4 times 2 outputs.*has 6 outputs. Write Interleaved\(\(1, 1\), 3\)",
+            r"w: split=Interleaved\(\(1, 1\), 4\) is for 4 times 2 outputs.*has 6 outputs. Write Interleaved\(\(1, "
+            r"1\), 3\)",
         ),
         (
             Interleaved((3, 2), 1),

@@ -166,7 +166,8 @@ WRONG_SHAPE = torch.zeros(3, 3)
     [
         (
             only("step", "exp_avg", "exp_avg_sq"),
-            r"experts\.0\.weight is optimized by Muon and needs \['momentum_buffer'\], but its saved state has \['exp_avg'",
+            r"experts\.0\.weight is optimized by Muon and needs \['momentum_buffer'\], but its saved state has "
+            r"\['exp_avg'",
         ),
         (
             only("momentum_buffer"),
