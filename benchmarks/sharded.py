@@ -12,7 +12,7 @@ the core. What is said of hiding is taken from runs with no more ranks than core
 A slowed link is a network namespace of its own whose loopback lets through so many bits per second, all ranks together;
 it needs root and the kernel's token bucket filter. Delay would need netem as well and is not set.
 
-    python benchmarks/sharded.py                                # 1, 2, 4 and 8 ranks, one after the other, then a slowed link
+    python benchmarks/sharded.py                          # 1, 2, 4 and 8 ranks, in turn, then a slowed link
     python benchmarks/sharded.py --ranks 4 --layouts HSDP FSDP2 --link none
     python benchmarks/sharded.py --ranks --link 1gbit          # the slowed link alone
 """

@@ -102,7 +102,7 @@ class Interleaved:
     ========================================================  =====================================================
     gate and up alternate (gpt-oss)                           ``Interleaved((1, 1), ff)``
     query, key and value of each head (gpt-neox, bloom)       ``Interleaved((head_dim, head_dim, head_dim), heads)``
-    queries, key and value of each group of heads (falcon)    ``Interleaved((queries * head_dim, head_dim, head_dim), groups)``
+    queries, key and value of each group of heads (falcon)    ``Interleaved((queries * dim, dim, dim), groups)``
     ========================================================  =====================================================
 
     Attributes:

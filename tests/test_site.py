@@ -65,7 +65,8 @@ def test_a_missing_docstring_is_seen(
 
 
 PAGE = """<html><head><link rel="stylesheet" href="a.css"><style>b {{ background: url(c.png) }}</style></head>
-<body id="top"><a href="#top">x</a><a href="https://example.org/">x</a><a href="sub/b.html#here">x</a>{more}</body></html>"""
+<body id="top"><a href="#top">x</a><a href="https://example.org/">x</a>
+<a href="sub/b.html#here">x</a>{more}</body></html>"""
 
 
 @pytest.mark.parametrize(

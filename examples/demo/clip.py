@@ -12,12 +12,14 @@ from demo.optimizers import CONTENDERS
 from demo.train import RunResult
 
 _EXPLANATION = """
-Both runs are meshmuon with the same options, weights and bytes; the clipped one has QK-clip. A step's logit is the largest of all
-layers, heads and sequences in its forward. The clip answers after that step what its forward has seen: the first step above the
-threshold comes before the clip has done anything, and a later one may be above it by what one update and other bytes add.
+Both runs are meshmuon with the same options, weights and bytes; the clipped one has QK-clip. A step's logit is the
+largest of all layers, heads and sequences in its forward. The clip answers after that step what its forward has seen:
+the first step above the threshold comes before the clip has done anything, and a later one may be above it by what one
+update and other bytes add.
 """
 _WITH_NORM = """
-QK-norm is on: queries and keys are normalised after their projections, so scaling the projections does not change the logits.
+QK-norm is on: queries and keys are normalised after their projections, so scaling the projections does not change
+the logits.
 """
 
 

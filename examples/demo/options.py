@@ -21,7 +21,7 @@ ROUNDINGS = ("nearest", "stochastic")
 MOMENTUM_DTYPES = ("float32", "bfloat16", "int8")
 RULES = ("plain", "normuon", "muon_plus", "muoneq")
 ADAMW_LR, ADAMW_WEIGHT_DECAY = 2e-3, 1.0
-# Without QK-norm and at four times the best lr of the sweep attention logits pass the threshold within the first 30 steps and
+# Without QK-norm and at four times the best lr of the sweep, logits pass the threshold in the first 30 steps and
 # reach nine times as much. Found by trial, see docs/demo.md.
 QK_CLIP_PRESET = {"qk_norm": False, "lr": 6.4e-2, "steps": 150, "qk_threshold": 50.0}
 

@@ -388,7 +388,10 @@ def _hint_of_filters(param: Tensor, param_group: ParamGroup) -> str:
         return ""
     if param_group["use_muon"]:
         return 'If it is the filter of a convolution that AdamW had, write Muon(model, conv="adamw"). '
-    return 'If it is the filter of a convolution that Muon had, leave out conv="adamw", or write Muon(model, conv="flatten"). '
+    return (
+        'If it is the filter of a convolution that Muon had, leave out conv="adamw", or write '
+        'Muon(model, conv="flatten"). '
+    )
 
 
 def _check_momentum_dtype(name: str, param_state: Mapping[str, Any], saved_options: Mapping[str, Any]) -> None:

@@ -127,7 +127,8 @@ def _expert_stack(row: RoutingRow, holder: nn.Module, last: str, counts: Counter
     gated = "gate_up" in last or (last == "weight" and row.name.endswith("input_linear.weight"))
     expected = row.shape[0] * (2 if gated else 1)
     if row.route != "muon" or row.matrices != expected:
-        yield f"{row.name} {row.shape} of {type(holder).__name__}: {row.matrices} matrices in {row.route}, not {expected}"
+        of = type(holder).__name__
+        yield f"{row.name} {row.shape} of {of}: {row.matrices} matrices in {row.route}, not {expected}"
     transposed = getattr(holder, "is_transposed", None)
     if transposed is not None and ("(E, in, out)" in row.why) is not transposed:
         yield f"{row.name}: {row.why}, but is_transposed={transposed}"

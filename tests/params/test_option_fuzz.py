@@ -68,12 +68,14 @@ ODD_NUMBERS: list[Any] = [
     True, False, 1j, Decimal("0.5"), Fraction(1, 2), np.float64(0.5), np.float32(0.5), np.int64(1), np.bool_(True),
 ]  # fmt: skip
 TENSORS: list[Any] = [
-    torch.tensor(0.5), torch.tensor([0.25], dtype=torch.float64), torch.tensor(1), torch.tensor(True), torch.tensor([0.1, 0.2]),
+    torch.tensor(0.5), torch.tensor([0.25], dtype=torch.float64), torch.tensor(1), torch.tensor(True),
+    torch.tensor([0.1, 0.2]),
     torch.tensor(math.nan), torch.tensor(1j), torch.empty(0), np.array([0.1, 0.2]), np.array(["auto", "skip"]),
 ]  # fmt: skip
 TEXTS: list[Any] = ["", "x", "False", "True", "0.5", "auto", b"auto"]
 COLLECTIONS: list[Any] = [
-    [], (), {}, set(), [1], [0.5, 0.5], (0.9, 0.95), (0.9, 1.0), ("0.9", "0.95"), [None], {"a": 1}, {"experts"}, ["experts"],
+    [], (), {}, set(), [1], [0.5, 0.5], (0.9, 0.95), (0.9, 1.0), ("0.9", "0.95"), [None], {"a": 1}, {"experts"},
+    ["experts"],
     [""],
 ]  # fmt: skip
 SCHEMES: list[Any] = [
@@ -84,7 +86,8 @@ OBJECTS: list[Any] = [
     None, Thing(), Thing, object, fails, two_numbers, NorMuon(), NorMuon, "normuon", "spectral", "flatten", "in_out",
 ]  # fmt: skip
 DTYPES: list[Any] = [
-    torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.complex64, torch.bool, "float32",
+    torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.complex64, torch.bool,
+    "float32",
     (torch.bfloat16, torch.int8), [None, torch.int8], (torch.int8, torch.bool), (torch.int8,) * 3,
 ]  # fmt: skip
 VALUES = [*NUMBERS, *ODD_NUMBERS, *TENSORS, *TEXTS, *COLLECTIONS, *SCHEMES, *OBJECTS, *DTYPES]
@@ -467,7 +470,8 @@ def test_odd_numbers_mean_their_value(number: Any) -> None:
 # 1,200 calls in which several things are wrong at once: options, unknown keywords, the form of groups, parameters.
 
 NAMES = [
-    "fused", "foreach", "momentun", "warmup_steps", "learning_rate", "", "param_groups", "group", "beta1", "names", "use_muon",
+    "fused", "foreach", "momentun", "warmup_steps", "learning_rate", "", "param_groups", "group", "beta1", "names",
+    "use_muon",
 ]  # fmt: skip
 CALLS = 1200
 
@@ -503,7 +507,8 @@ def odd_params(rng: random.Random) -> Any:
         [
             weight, *(nn.Parameter(torch.ones(shape)) for shape in shaped), *map(nn.Parameter, values.values()),
             nn.Parameter(torch.ones(6, 1).expand(6, 6)), nn.Parameter(torch.ones(4, 6, device="meta")),
-            nn.Parameter(torch.ones(4, 6, dtype=torch.int64), requires_grad=False), nn.Parameter(torch.ones(4, 6).to_sparse()),
+            nn.Parameter(torch.ones(4, 6, dtype=torch.int64), requires_grad=False),
+            nn.Parameter(torch.ones(4, 6).to_sparse()),
             nn.Parameter(torch.ones(4, 6), requires_grad=False), nn.parameter.UninitializedParameter(), weight * 2,
             torch.ones(4, 6), torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]),
             torch.quantize_per_tensor(torch.ones(4, 6), 0.1, 0, torch.qint8), np.ones((4, 6)), nn.Linear(4, 6),

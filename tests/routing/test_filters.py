@@ -217,7 +217,7 @@ def test_is_muon_func_decides_about_filters_too() -> None:
 
 
 def test_what_is_left_out_by_conv_adamw_is_named_if_nothing_is_left() -> None:
-    told = r'filters of convolutions go to AdamW \(conv="adamw"\): .* Leave out conv="adamw", or write Muon\(model, conv="flatten"\)'
+    told = r'go to AdamW \(conv="adamw"\): .* Leave out conv="adamw", or write Muon\(model, conv="flatten"\)'
     with pytest.raises(ConfigError, match=told):
         Muon(ResNet(), conv="adamw")
 

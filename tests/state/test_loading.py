@@ -471,12 +471,14 @@ def deep() -> list[Any]:
 
 
 VALUES: list[Callable[[], Any]] = [
-    lambda: None, lambda: True, lambda: -1, lambda: 3, lambda: float("nan"), lambda: 10**400, lambda: "text", lambda: b"bytes",
-    lambda: "float23", lambda: "<not stored: a.b>", list, dict, tuple, lambda: [1, 2], lambda: ["a", "b", "c"], lambda: [[0], {}],
-    lambda: {"a": 1}, lambda: {0: {}}, lambda: {(1,): 2}, lambda: {1, 2}, lambda: range(3), lambda: iter([1]), lambda: 1j,
-    lambda: torch.zeros(3), lambda: torch.zeros(6, 4), lambda: torch.zeros(2, dtype=torch.int64), lambda: torch.tensor(1.0),
-    lambda: torch.zeros(6, 4, dtype=torch.complex64), lambda: torch.zeros(6, 4, device="meta"), lambda: torch.float32, cyclic,
-    deep, Unreadable, lambda: nn.Linear(2, 2), lambda: len, lambda: str.upper, lambda: torch.zeros(6, 4).to_sparse(), object,
+    lambda: None, lambda: True, lambda: -1, lambda: 3, lambda: float("nan"), lambda: 10**400, lambda: "text",
+    lambda: b"bytes", lambda: "float23", lambda: "<not stored: a.b>", list, dict, tuple, lambda: [1, 2],
+    lambda: ["a", "b", "c"], lambda: [[0], {}], lambda: {"a": 1}, lambda: {0: {}}, lambda: {(1,): 2}, lambda: {1, 2},
+    lambda: range(3), lambda: iter([1]), lambda: 1j, lambda: torch.zeros(3), lambda: torch.zeros(6, 4),
+    lambda: torch.zeros(2, dtype=torch.int64), lambda: torch.tensor(1.0),
+    lambda: torch.zeros(6, 4, dtype=torch.complex64), lambda: torch.zeros(6, 4, device="meta"), lambda: torch.float32,
+    cyclic, deep, Unreadable, lambda: nn.Linear(2, 2), lambda: len, lambda: str.upper,
+    lambda: torch.zeros(6, 4).to_sparse(), object,
 ]  # fmt: skip
 
 

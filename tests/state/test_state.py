@@ -191,7 +191,7 @@ WRONG_SHAPE = torch.zeros(3, 3)
         ),
         (
             put("param_groups", 0, "params", value=[0, 1]),
-            r"the optimizer have \[4, 2\] parameters, those of the state_dict \[2, 2\]: it was saved from another model",
+            r"the optimizer have \[4, 2\] parameters, those of the state_dict \[2, 2\]: it was saved from another",
         ),
         (
             put("param_groups", 0, "params", value=[0, 1, 2, 4]),

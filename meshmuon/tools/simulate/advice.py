@@ -89,7 +89,10 @@ def _balance(simulation: Simulation) -> Iterator[str]:
         text += f", and {balance.idle_ranks} of {ranks} ranks orthogonalise nothing"
     if balance.heaviest_over_bound < 1.05:
         text += ". No plan of whole matrices is better"
-    yield f"{text}. More ranks do not make this step faster; fewer shards with dp_replicate keep the same time with less traffic."
+    yield (
+        f"{text}. More ranks do not make this step faster; fewer shards with dp_replicate keep the same time with less "
+        "traffic."
+    )
 
 
 def _peers(simulation: Simulation) -> Iterator[str]:
@@ -142,9 +145,15 @@ def _waiting(simulation: Simulation) -> Iterator[str]:
         fix = "comm_dtype=torch.bfloat16 halves what is sent" if wire > 2 else "larger batches make it rarer"
         yield f"{text}, {seconds_text(timeline.waited_for)} of it waiting for exchanges: {fix}."
     elif others > 0.5 * timeline.seconds:
-        yield f"{text}, {seconds_text(others)} of it waiting for ranks that have more to do in a wave: raise memory_budget."
+        yield (
+            f"{text}, {seconds_text(others)} of it waiting for ranks that have more to do in a wave: raise "
+            "memory_budget."
+        )
     elif timeline.seconds_by_kind.get("host", 0.0) > 0.5 * timeline.seconds:
-        yield f"{text}, and the host is the slowest part: experts in one stacked parameter need fewer calls than one by one."
+        yield (
+            f"{text}, and the host is the slowest part: experts in one stacked parameter need fewer calls than one by "
+            "one."
+        )
     else:
         yield f"{text}, most of it orthogonalising: more ranks or a larger batch make the share smaller."
 
