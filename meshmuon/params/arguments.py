@@ -75,9 +75,11 @@ def torchs_update(arguments: Mapping[str, Any]) -> str:
     words = [
         f"{option.name}={shown(value)}" for option, value in values.items() if shown(value) != shown(option.default)
     ]
-    words.append(f"scheme=[{tuple(arguments['unknown'].get('ns_coefficients', keller(1).steps[0]))}]")
-    words.append(f"adjust_lr_fn={shown('original' if rule in (None, _RULE_OF_BOTH) else rule)}")
-    either = f", or that without adjust_lr_fn if you wrote {_RULE_OF_BOTH!r}" if rule == _RULE_OF_BOTH else ""
+    coefficients = arguments["unknown"].get("ns_coefficients")
+    words.append(f"scheme=[{tuple(coefficients if isinstance(coefficients, (list, tuple)) else keller(1).steps[0])}]")
+    of_both = isinstance(rule, str) and rule == _RULE_OF_BOTH
+    words.append(f"adjust_lr_fn={shown('original' if rule is None or of_both else rule)}")
+    either = f", or that without adjust_lr_fn if you wrote {_RULE_OF_BOTH!r}" if of_both else ""
     if what == "model" and arguments["adamw_lr"] is None:
         either += ", and an adamw_lr for all that is no matrix"
     return (

@@ -471,7 +471,7 @@ def test_odd_numbers_mean_their_value(number: Any) -> None:
 
 NAMES = [
     "fused", "foreach", "momentun", "warmup_steps", "learning_rate", "", "param_groups", "group", "beta1", "names",
-    "use_muon",
+    "use_muon", "ns_coefficients",
 ]  # fmt: skip
 CALLS = 1200
 
