@@ -66,7 +66,10 @@ class ActivityCheck:
         """Raises for default groups without a matrix for Muon if the model has filters that could be matrices."""
         reasons = [group["reasons"] for group in groups if _is_default(group)]
         filters = {
-            name: why for written in reasons for name, why in written.items() if why in (CONV_ADAMW, SMALL_FILTER)
+            name: why
+            for written in reasons
+            for name, why in written.items()
+            if isinstance(why, str) and why in (CONV_ADAMW, SMALL_FILTER)
         }
         if filters and not self.allowed and not any(group["use_muon"] for group in groups):
             names, why = list(filters), "; ".join(dict.fromkeys(filters.values()))
