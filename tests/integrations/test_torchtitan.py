@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from ..support.optional import need
 from ..support.processes import Job, JobRanks, job_ranks
@@ -33,3 +34,14 @@ ranks = job_ranks(jobs, list(CASES))
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_a_plain_loop(ranks: JobRanks, case: str) -> None:
     ranks.check(case)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    """torchtitan demands that its optimizers have just the parameters that train."""
+    from meshmuon.integrations.torchtitan import muon
+
+    model = nn.ModuleDict({"base": nn.Linear(8, 8), "hidden": nn.Linear(8, 8)})
+    model["base"].requires_grad_(False)
+    container = muon(lr=1e-3).build(model_parts=[model])
+    params = [param for optimizer in container for group in optimizer.param_groups for param in group["params"]]
+    assert set(params) == set(model["hidden"].parameters())
