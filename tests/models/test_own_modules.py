@@ -192,6 +192,7 @@ def test_a_weight_three_times_as_tall_in_attention_is_q_k_v(where: str, class_na
     "layers",
     [
         {"fc1": linear(3 * D, D), "fc2": linear(D, 3 * D)},  # the MLP of an attention block
+        {"fc1": linear(3 * D, D), "fc2": linear(D, 3 * D), "o": linear(D, D)},
         {"query": linear(3 * D, D), "key": linear(3 * D, D), "value": linear(3 * D, D)},  # heads wider than the model
         {"a": linear(3 * D, D), "b": linear(3 * D, D)},
         {"q_proj": linear(3 * D, D), "o_proj": linear(D, D)},
