@@ -144,7 +144,7 @@ def build_routing_table(
             f"{cut[0]}{beside}: gathered unrounded, since its shards cut blocks of int8. Shard rows, or columns at "
             f"multiples of {BLOCK}, to send half of bfloat16's bytes."
         )
-    warnings += _share_warning(trained) if first == 0 else []  # a group that is added is no model
+    warnings += _share_warning(trained)
     return RoutingTable(tuple(rows), tuple(warnings), (*notes, *_notes(rows)), full, _share(trained))
 
 

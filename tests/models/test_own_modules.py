@@ -188,10 +188,18 @@ def test_a_weight_three_times_as_tall_in_attention_is_q_k_v(where: str, class_na
         assert (found.matrices, found.why) == (3, "fused q, k, v")
 
 
+def test_attention_beside_the_mlp_of_its_block() -> None:
+    """Both have the same shape; the name of one says attention."""
+    block = module("Block", attn=linear(3 * D, D), o=linear(D, D), fc1=linear(3 * D, D), fc2=linear(D, 3 * D))
+    rows = {row.name: row.matrices for row in Muon(in_block(block=block)).routing_table().rows}
+    assert [rows[f"layers.0.block.{name}.weight"] for name in ("attn", "o", "fc1", "fc2")] == [3, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     "layers",
     [
         {"fc1": linear(3 * D, D), "fc2": linear(D, 3 * D)},  # the MLP of an attention block
+        {"fc1": linear(3 * D, D), "fc2": linear(D, 3 * D), "o": linear(D, D)},
         {"query": linear(3 * D, D), "key": linear(3 * D, D), "value": linear(3 * D, D)},  # heads wider than the model
         {"a": linear(3 * D, D), "b": linear(3 * D, D)},
         {"q_proj": linear(3 * D, D), "o_proj": linear(D, D)},
