@@ -6,6 +6,8 @@ A public name is imported when it is first asked for, so that ``meshmuon --help`
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .dropped import refuse_name
+
 if TYPE_CHECKING:
     from .clipping.grad_norm import clip_grad_norm_, total_grad_norm
     from .errors import (
@@ -108,6 +110,7 @@ if not TYPE_CHECKING:  # which would take any name for a public one
                     return globals().setdefault(name, content[name])
             if name in globals():  # a module, which its import has put there
                 return globals()[name]
+            refuse_name(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ..dropped import OPTIONS as DROPPED
 from ..errors import ConfigError, OptionNameWarning, UnknownOptionError, level_of_user
 from .checks import adamw_betas, adamw_eps, nearest, shown
 from .option_table import OPTIONS, Option, Scope, group_options, optimizer_options
@@ -49,6 +50,8 @@ def options_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_unknown(options: Mapping[Any, Any], further: Collection[str] = ()) -> None:
     """Refuses keywords that neither name an option nor are among ``further``."""
     for name, value in options.items():
+        if name in DROPPED:
+            raise UnknownOptionError(f"{name}={shown(value)} is no option of Muon any more: {DROPPED[name]}")
         if name not in _NAMES and name not in further:
             own = sorted({*(option.name for option in OPTIONS), *further})  # no older names
             why, near = _WHY_NO_OPTION.get(name), nearest(str(name), own)  # YAML has keys that are numbers

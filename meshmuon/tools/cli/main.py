@@ -18,6 +18,7 @@ from typing import Any
 
 import meshmuon
 
+from ...dropped import refuse_command
 from ...errors import ConfigError
 from .output import OutputError, printing
 
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     if sys.stdout is None:
         parser.error("standard output is closed. Redirect it to a file or to /dev/null.")
+    if said := refuse_command(sys.argv[1:] if arguments is None else arguments):
+        parser.error(said)
     try:
         try:
             parsed = parser.parse_args(arguments)

@@ -1,0 +1,52 @@
+"""What earlier versions had and this one has not, with what to write instead: the one place that knows of it.
+
+A drop adds a row here. Options are refused by the constructors, names and modules where they are imported, commands and
+their options by the command line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+
+OPTIONS: dict[str, str] = {}
+"""Keyword of ``Muon`` → what to write instead."""
+
+VALUES: dict[str, str] = {}
+"""Value of an option that stays, as ``option=value`` → what to write instead."""
+
+NAMES: dict[str, str] = {}
+"""Public name or module below ``meshmuon``, dotted → what to use instead."""
+
+COMMANDS: dict[str, str] = {}
+"""Command, or ``command --option`` → what to run instead."""
+
+
+def refuse_name(name: str) -> None:
+    """Raises if ``name``, dotted and without ``meshmuon``, was dropped.
+
+    An ImportError, because ``from meshmuon import name`` replaces the text of an AttributeError.
+    """
+    if name in NAMES:
+        raise ImportError(f"meshmuon.{name} is gone: {NAMES[name]}", name=f"meshmuon.{name}")
+
+
+def refuse_command(arguments: Sequence[str]) -> str | None:
+    """What to say of a command line that uses something dropped; None for any other."""
+    for words in (arguments[:1], *([arguments[0], word.split("=")[0]] for word in arguments[1:])):
+        if (written := " ".join(words)) in COMMANDS:
+            return f"{written} is gone: {COMMANDS[written]}"
+    return None
+
+
+class _DroppedModules:
+    """The last finder that ``import`` asks: whatever gets here exists nowhere."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        refuse_name(name.removeprefix("meshmuon."))
+        return None
+
+
+sys.meta_path.append(_DroppedModules)

@@ -1,0 +1,44 @@
+"""What was dropped is refused with what to write instead, and nothing in the table is still there."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+from torch.nn import Linear
+
+import meshmuon
+from meshmuon import Muon, UnknownOptionError
+from meshmuon.dropped import COMMANDS, NAMES, OPTIONS
+from meshmuon.params.option_table import OPTIONS as TABLE
+from meshmuon.tools.cli.main import main
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_options_are_refused(name: str) -> None:
+    with pytest.raises(UnknownOptionError) as refusal:
+        Muon(Linear(16, 16), **{name: True})
+    assert str(refusal.value) == f"{name}=True is no option of Muon any more: {OPTIONS[name]}"
+    assert name not in {key for option in TABLE for key in (option.name, *option.aliases)}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_names_are_refused_where_they_are_imported(name: str) -> None:
+    module, _, last = f"meshmuon.{name}".rpartition(".")
+    with pytest.raises(ImportError) as refusal:
+        exec(f"from {module} import {last}")
+    assert str(refusal.value) == f"meshmuon.{name} is gone: {NAMES[name]}"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_commands_are_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(command.split())
+    assert end.value.code == 2
+    assert f"{command} is gone: {COMMANDS[command]}" in capsys.readouterr().err
+
+
+def test_what_never_was_is_an_ordinary_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        import_module("meshmuon.never")
+    assert not hasattr(meshmuon, "never")
