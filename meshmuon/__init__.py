@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         UntestedTorchWarning,
     )
     from .matrices import Interleaved
-    from .optim import DistMuon, Muon, TorchMuon
+    from .optim import DistMuon, Muon
     from .ortho import Scheme, Workspace, halley, hybrid, keller, orthogonalize, polar_express, zolotarev
     from .params.rules import Hyperball, MuonEq, MuonPlus, NorMuon, UpdateFloor, UpdateRule, WeightNumbers
     from .plan import CostModel, Plan
@@ -67,7 +67,6 @@ __all__ = [
     "RoutingWarning",
     "Scheme",
     "StateError",
-    "TorchMuon",
     "TransportError",
     "UnknownOptionError",
     "UnsupportedError",

@@ -16,7 +16,10 @@ OPTIONS: dict[str, str] = {}
 VALUES: dict[str, str] = {}
 """Value of an option that stays, as ``option=value`` → what to write instead."""
 
-NAMES: dict[str, str] = {}
+NAMES: dict[str, str] = {
+    "TorchMuon": 'Muon([{"params": matrices, "use_muon": True}], lr=lr, scheme=[(3.4445, -4.7750, 2.0315)], '
+    'adjust_lr_fn="original") makes the same updates; convert_torch_state of meshmuon.checkpoint converts states.',
+}
 """Public name or module below ``meshmuon``, dotted → what to use instead."""
 
 COMMANDS: dict[str, str] = {}

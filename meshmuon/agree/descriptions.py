@@ -43,9 +43,7 @@ def owner_assignments(plan: Plan) -> tuple[tuple[str, str], ...]:
 def recipe_text(record: ParamRecord) -> str:
     """How a parameter's matrices are computed: scheme, dtype and update rule. It is part of the plan's digest."""
     rules = "".join(f", {_stable_text(rule)}" for rule in record.rules)
-    norm_floor = record.scheme.norm_floor if isinstance(record.scheme, Scheme) else 0
-    floor = f", norms of at least {norm_floor:g}" if norm_floor else ""
-    return f"{_scheme_text(record.scheme)} in {str(record.compute_dtype).removeprefix('torch.')}{rules}{floor}"
+    return f"{_scheme_text(record.scheme)} in {str(record.compute_dtype).removeprefix('torch.')}{rules}"
 
 
 def _stable_text(value: object) -> str:

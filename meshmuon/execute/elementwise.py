@@ -79,14 +79,8 @@ def _all_add_uniformly(totals: list[Tensor], addends: list[Tensor]) -> bool:
     return all(adds_uniformly(*dtypes) for dtypes in {(a.dtype, b.dtype) for a, b in zip(totals, addends, strict=True)})
 
 
-def _scaled(grads: list[Tensor], gain: float) -> list[Tensor]:
-    """The gradients times ``gain``, in at least float32; themselves if it is 1."""
-    return grads if gain == 1 else [(grad.float() if is_narrow(grad.dtype) else grad) * gain for grad in grads]
-
-
-def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
-    """M ← retain·M + gain·G."""
-    grads = _scaled(grads, gain)
+def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+    """M ← retain·M + G."""
     if not isinstance(retain, Tensor) and momenta[0].device.type == "cpu" and any(is_narrow(m.dtype) for m in momenta):
         # batched, a factor would be rounded to the buffer's 16 bits
         for buffer, grad in zip(momenta, grads, strict=True):
@@ -110,15 +104,9 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], 
 
 
 def fill_with_momentum(
-    views: Tensors | None,
-    grads: Tensors,
-    momenta: Tensors,
-    retain: float | Tensor,
-    momentum: float | None,
-    gain: float = 1.0,
+    views: Tensors | None, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None
 ) -> None:
-    """M ← retain·M + gain·G; if there are views, V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
-    grads = _scaled(grads, gain)
+    """M ← retain·M + G; if there are views, V ← G + momentum·M, or V ← M if ``momentum`` is None."""
     accumulate(momenta, grads, retain)
     if views is None:
         return
@@ -186,7 +174,6 @@ class Elementwise:
         momenta: Sequence[Tensor | Int8Momentum],
         retain: float | Tensor,
         momentum: float | None,
-        gain: float = 1.0,
     ) -> None:
         """As ``fill_with_momentum``. Views of other dtypes than that of the update are rounded once.
 
@@ -198,14 +185,14 @@ class Elementwise:
                 numbers = buffer.numbers()
                 # a device that must skip the step retains 1
                 before = numbers.clone() if isinstance(retain, Tensor) else None
-                self.fill(None if views is None else [views[k]], [grad], [numbers], retain, momentum, gain)
+                self.fill(None if views is None else [views[k]], [grad], [numbers], retain, momentum)
                 buffer.store(numbers, None if before is None else numbers != before)
             return
         buffers = [buffer for buffer in momenta if isinstance(buffer, Tensor)]
         wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
         as_they_are = None if views is None else [v for v in views if isinstance(v, Tensor) and v.dtype == wide]
         if views is None or (as_they_are is not None and len(as_they_are) == len(views)):
-            fill_with_momentum(as_they_are, grads, buffers, retain, momentum, gain)
+            fill_with_momentum(as_they_are, grads, buffers, retain, momentum)
             return
         scratch = scratch_for(grads[0].device)
         cuts = (
@@ -216,7 +203,7 @@ class Elementwise:
         for chunk in together(cuts, lambda cut: cut[1].numel(), _FILLED_AT_ONCE):
             v, g, m = (list(operand) for operand in zip(*chunk, strict=True))
             filled = scratch.take_like("filled", g, wide)
-            fill_with_momentum(filled, g, m, retain, momentum, gain)
+            fill_with_momentum(filled, g, m, retain, momentum)
             self.copy(v, filled)
 
     def apply(

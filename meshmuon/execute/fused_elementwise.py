@@ -67,7 +67,6 @@ class FusedElementwise(Elementwise):
         momenta: Sequence[Tensor | Int8Momentum],
         retain: float | Tensor,
         momentum: float | None,
-        gain: float = 1.0,
     ) -> None:
         def joined(k: int) -> Sequence[Any] | None:
             buffer = momenta[k]
@@ -79,12 +78,12 @@ class FusedElementwise(Elementwise):
         for fused, indices, operands in _by_dtype(map(joined, range(len(grads)))):
             if fused:
                 g, m, *v = operands
-                self._kernels.fill(v[0] if v else None, g, m, retain, momentum, gain)
+                self._kernels.fill(v[0] if v else None, g, m, retain, momentum)
             else:
                 rest += indices
         if rest:
             views, momenta = None if views is None else [views[k] for k in rest], [momenta[k] for k in rest]
-            self._plain.fill(views, [grads[k] for k in rest], momenta, retain, momentum, gain)
+            self._plain.fill(views, [grads[k] for k in rest], momenta, retain, momentum)
 
     def apply(
         self,

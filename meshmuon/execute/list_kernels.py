@@ -192,9 +192,8 @@ class ListKernels:
         momenta: Sequence[Numbers],
         retain: float | Tensor,
         momentum: float | None,
-        gain: float = 1.0,
     ) -> None:
-        """M ← retain·M + gain·G; then, if there are views, V ← gain·G + momentum·M, or V ← M if ``momentum`` is None.
+        """M ← retain·M + G; then, if there are views, V ← G + momentum·M, or V ← M if ``momentum`` is None.
 
         Momenta and views may be in int8. What is looked ahead from is then not rounded.
         """
@@ -202,9 +201,8 @@ class ListKernels:
         self._launch(
             self._table(*operands),
             momentum_kernel,
-            *_as_arguments(retain, 1.0 if momentum is None else momentum, gain),
+            *_as_arguments(retain, 1.0 if momentum is None else momentum),
             retain_in_memory=isinstance(retain, Tensor),
-            scales=gain != 1,
             looks_ahead=momentum is not None,
             fills=views is not None,
             **_kinds(operands, 3),

@@ -84,8 +84,7 @@ class ReferenceExecutor(StepExecutor):
         with observer.phase("momentum"):
             update = first.momentum.to(first.update_dtype, copy=True)
             look_ahead = settings.momentum if settings.nesterov else None
-            grads, factors = [local_part(first.grad)], (settings.retain, look_ahead, settings.gain)
-            fill_with_momentum([local_part(update)], grads, [momentum], *factors)
+            fill_with_momentum([local_part(update)], [local_part(first.grad)], [momentum], settings.retain, look_ahead)
         with observer.phase("gather"):
             full, memories = whole(update), [whole(numbers).clone() for numbers in first.rule_state]
         assert self.plan is not None

@@ -87,8 +87,7 @@ class MomentumViews:
         self._sent, self._unsent = (grouped(views, kind) for views in (shards, unsent))
 
     def fill(self, step: RunningStep) -> FallibleMomenta:
-        """M ← retain·M + gain·G, and the views get gain·G + momentum·M, or M without Nesterov; those of idle parameters
-        stay.
+        """M ← retain·M + G, and the views get G + momentum·M, or M without Nesterov; those of idle parameters stay.
 
         Returns the momentum of ``fallible`` parameters as it was, for ``restore``.
         """
@@ -105,10 +104,10 @@ class MomentumViews:
                         (shard.key, now, old.clone()) for shard, (now, old) in zip(shards, scales, strict=False)
                     ]
                 settings, gradients = first.settings, _gradients(shards, step)
-                factors = settings.momentum if settings.nesterov else None, settings.gain
+                look_ahead = settings.momentum if settings.nesterov else None
                 views = [shard.view for shard in shards] if sent else None
                 buffers = list(map(_int8_momentum, shards, momenta, scales)) if scales else momenta
-                step.elementwise.fill(views, gradients, buffers, settings.retain, *factors)
+                step.elementwise.fill(views, gradients, buffers, settings.retain, look_ahead)
         return fallible
 
 

@@ -58,7 +58,7 @@ def find_shared_scales(step: RunningStep) -> None:
         numbers, settings = whole_momentum(parts[0]).numbers(), parts[0].settings
         before = numbers.clone() if isinstance(settings.retain, Tensor) else None
         if numbers.numel():
-            accumulate([numbers], [local_part(parts[0].grad)], settings.retain, settings.gain)
+            accumulate([numbers], [local_part(parts[0].grad)], settings.retain)
         found.append(BlockMaxima.of(parts, numbers, None if before is None else numbers != before))
     store_scales(found)
 

@@ -32,7 +32,6 @@ class StepSettings:
     momentum: float
     retain: float | Tensor  # factor of the old momentum: ``momentum``, or 1 if the step is skipped
     nesterov: bool
-    gain: float  # factor of the gradient: 1, or where momentum is kept as a mean, 1 − ``momentum``
     decay: float | Tensor  # factor of the parameter
     rate: float | Tensor  # lr, negated if ``maximize``, before the shape's factor
     adjust: Callable[[int, int], float]  # factor of the lr for a matrix of (outputs, inputs)

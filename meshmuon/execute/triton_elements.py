@@ -282,9 +282,7 @@ def momentum_kernel(
     tensors: tl.tensor,
     retain: tl.tensor,
     momentum: tl.tensor,
-    gain: tl.tensor,
     retain_in_memory: tl.constexpr,
-    scales: tl.constexpr,
     looks_ahead: tl.constexpr,
     fills: tl.constexpr,
     kind_0: tl.constexpr,
@@ -298,8 +296,6 @@ def momentum_kernel(
     # Operands: gradient, momentum and, if it fills, where the result goes.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     grad = _read(entry, 0, i0, i1, i2, cols, inside, kind_0, dense)
-    if scales:  # else it would change how the sums below are rounded
-        grad = grad * gain
     old = _read(entry, 1, i0, i1, i2, cols, inside, kind_1, dense)
     buffer = old * _scalar(retain, retain_in_memory) + grad
     if kind_1 >= _IN_BLOCKS:

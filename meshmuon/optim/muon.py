@@ -370,7 +370,7 @@ class Muon(PreparedStep):
         executor = DataParallelExecutor if averages else ReferenceExecutor if self._reference else Executor
         self._executor = executor(self._settings)
         self._collector = Collector(self._comm_dtype, in_own_dtype=averages)
-        self._step_params = StepParams(means=self._keeps_means)
+        self._step_params = StepParams()
         self._overwritten = Overwritten()
         self._meter = Meter(self._metrics, by_owners=not self._reference, clip_threshold=self._qk_clip.threshold)
 

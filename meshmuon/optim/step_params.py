@@ -32,8 +32,7 @@ class StepParams:
     ``drop`` if the state is not that of the last step.
     """
 
-    def __init__(self, *, means: bool = False) -> None:
-        self._means = means  # whether momentum is kept as a mean of the gradients and not as a sum
+    def __init__(self) -> None:
         self.drop()
 
     def drop(self) -> None:
@@ -104,7 +103,7 @@ class StepParams:
             step_param.rule_state = ()
 
     def _settings(self, skip_mask: Tensor | None) -> dict[tuple[int, torch.device], StepSettings]:
-        return {key: _settings_of(group, skip_mask, key[1], self._means) for key, group in self._groups.items()}
+        return {key: _settings_of(group, skip_mask, key[1]) for key, group in self._groups.items()}
 
 
 def _new_step_param(record: ParamRecord, number: int, settings: StepSettings) -> StepParam:
@@ -140,7 +139,7 @@ def _refer_to(entry: Mapping[str, Any], step_param: StepParam, *, kept: bool = T
     step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
 
 
-def _settings_of(group: ParamGroup, skip_mask: Tensor | None, device: torch.device, means: bool) -> StepSettings:
+def _settings_of(group: ParamGroup, skip_mask: Tensor | None, device: torch.device) -> StepSettings:
     """The options for those parameters of a param group that are on ``device``."""
     lr = group["lr"]
     # An lr on a device stays a tensor: reading it would wait for the device. For weights in host memory the host has to
@@ -161,7 +160,6 @@ def _settings_of(group: ParamGroup, skip_mask: Tensor | None, device: torch.devi
         momentum=momentum,
         retain=retain,
         nesterov=group["nesterov"],
-        gain=1 - momentum if means else 1.0,
         decay=decay,
         rate=rate,
         adjust=partial(lr_factor, group["adjust_lr_fn"]),

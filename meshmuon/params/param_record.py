@@ -7,9 +7,9 @@ not exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType
 
 import torch
 from torch import Tensor
@@ -47,9 +47,6 @@ class GroupRecipe(NamedTuple):
         if not group["use_muon"]:
             return cls(rounding=group["rounding"])
         scheme, rules = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rules(group["rule"])
-        norm_floor = cast(Mapping[str, Any], group).get("norm_floor")  # of TorchMuon's groups
-        if norm_floor is not None and isinstance(scheme, Scheme):
-            scheme = replace(scheme, norm_floor=norm_floor)
         in_int8 = group["momentum_dtype"] == torch.int8
         return cls(scheme, rules, matrix_options_of(group), group["compute_dtype"], group["rounding"], in_int8)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshmuon import ConfigError, InactiveWarning, MeshmuonError, Muon, TorchMuon
+from meshmuon import ConfigError, InactiveWarning, MeshmuonError, Muon
 from meshmuon.execute import Executor
 from meshmuon.optim import preparation
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps
@@ -79,18 +79,6 @@ def test_the_first_step_finds_everything_and_so_does_a_second_call() -> None:
     assert optimizer.workspace_bytes() == workspace
     assert all(map(operator.is_, tensors, tensors_of(optimizer)))
     assert_equal(params[:6], after(2))
-
-
-def test_the_class_with_torchs_signature() -> None:
-    trained = []
-    for prepares in (True, False):
-        params = initial(None)[:5]
-        optimizer = TorchMuon(params)
-        if prepares:
-            optimizer.prepare()
-        run_steps(params, optimizer, range(2))
-        trained.append(everything(optimizer))
-    assert_bits(*trained)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshmuon import Muon, get_default_muon_param_groups
+from meshmuon.dropped import NAMES
 from meshmuon.ortho import keller
 from tests.support.bounds import nudge, orthogonalize_error
 from tests.support.reference import (
@@ -44,6 +45,23 @@ def compare(shapes: tuple[Shape, ...], dtype: torch.dtype, steps: int = 10, form
 @pytest.mark.parametrize("form", ["auto", "standard", "gram"])
 def test_blocked_sizes_equal_torch(form: str) -> None:
     compare(BLOCKED, torch.float32, steps=4, form=form)
+
+
+@pytest.mark.usefixtures("precise_torch")
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": False, "momentum": 0.5}, {"weight_decay": 0.0, "ns_steps": 3}], ids=str
+)
+def test_the_call_that_replaces_torch_muon_makes_torchs_updates(options: dict[str, Any]) -> None:
+    """Torch's momentum is a mean of the gradients and ours their sum: a factor, which orthogonalising removes."""
+    call, _, _ = NAMES["TorchMuon"].partition(" makes the same updates")
+    start = make_params((24, 24), (48, 16), (16, 48), (33, 50), dtype=torch.float64)
+    ours, theirs = copies(start), copies(start)
+    optimizer = eval(
+        call.removesuffix(")") + ", **options)", {"Muon": Muon, "matrices": ours, "lr": LR, "options": options}
+    )
+    run(optimizer, ours, range(6))
+    run(torch.optim.Muon(theirs, lr=LR, **options), theirs, range(6))
+    assert_moved_alike(ours, theirs, start, 1e-9)
 
 
 @pytest.mark.usefixtures("precise_torch")

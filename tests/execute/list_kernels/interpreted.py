@@ -107,9 +107,8 @@ def test_momentum_and_look_ahead_have_the_bits_of_the_twin(
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     grads, momenta, views = lists.make(dtype), lists.make(torch.float32), lists.make(wire)
     expected, wide = [buffer.clone() for buffer in momenta], [torch.empty(view.shape) for view in views]
-    gain = data.draw(st.sampled_from([1.0, 0.05]))  # where momentum is a mean, the gradient's factor
-    elementwise.fill_with_momentum(wide, grads, expected, retain, momentum, gain)
-    ListKernels().fill(views, grads, momenta, retain, momentum, gain)
+    elementwise.fill_with_momentum(wide, grads, expected, retain, momentum)
+    ListKernels().fill(views, grads, momenta, retain, momentum)
     assert all_same(momenta, expected)
     assert all_same(views, [view.to(wire) for view in wide])
     lists.rest_is_untouched()
@@ -245,9 +244,8 @@ def test_momentum_alone(data: st.DataObject, dtype: torch.dtype, retain: float |
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     grads, momenta = lists.make(dtype), lists.make(torch.float32)
     expected = [buffer.clone() for buffer in momenta]
-    gain = data.draw(st.sampled_from([1.0, 0.05]))
-    elementwise.accumulate(expected, grads, retain, gain)
-    ListKernels().fill(None, grads, momenta, retain, 0.9, gain)
+    elementwise.accumulate(expected, grads, retain)
+    ListKernels().fill(None, grads, momenta, retain, 0.9)
     assert all_same(momenta, expected)
     lists.rest_is_untouched()
 
@@ -294,7 +292,6 @@ def test_momentum_in_int8_or_sent_in_int8_has_the_bits_of_the_twin(
     buffers, expected = numbers_of(shapes, torch.float32, seed + 1), numbers_of(shapes, torch.float32, seed + 1)
     views = None if wire is None else [torch.empty(shape, dtype=wire) for shape in shapes]
     wide = None if wire is None else [torch.empty(shape, dtype=wire) for shape in shapes]
-    gain = data.draw(st.sampled_from([1.0, 0.05]))
     momenta = in_twin.momenta()
     elementwise.Elementwise().fill(
         sent_by_twin.blocks if wire == torch.int8 else wide,
@@ -302,7 +299,6 @@ def test_momentum_in_int8_or_sent_in_int8_has_the_bits_of_the_twin(
         momenta if stored_in_int8 else expected,
         retain,
         momentum,
-        gain,
     )
     for of_twin, buffer in zip(in_twin.blocks, momenta, strict=True):
         of_twin.scales.copy_(buffer.scales.view(torch.int8))
@@ -312,7 +308,6 @@ def test_momentum_in_int8_or_sent_in_int8_has_the_bits_of_the_twin(
         in_kernels.blocks if stored_in_int8 else buffers,
         retain,
         momentum,
-        gain,
     )
     assert same_bytes(in_kernels, in_twin)
     assert same_bytes(sent, sent_by_twin)

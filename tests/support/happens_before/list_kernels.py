@@ -37,13 +37,12 @@ class TwinListKernels:
         momenta: Sequence[Numbers],
         retain: float | Tensor,
         momentum: float | None,
-        gain: float = 1.0,
     ) -> None:
         def compute() -> None:
             targets, sources, buffers = _host(views or [], grads, momenta)
             on_host = None if views is None else targets
             in_blocks = [in_int8(b.quanta, b.scales) if isinstance(b, Int8Blocks) else b for b in buffers]
-            elementwise.Elementwise().fill(on_host, sources, in_blocks, _value(retain), momentum, gain)
+            elementwise.Elementwise().fill(on_host, sources, in_blocks, _value(retain), momentum)
 
         both = _tensors(momenta)
         self._launch([*grads, *both, retain], [*both, *_tensors(views or [])], compute)
