@@ -12,9 +12,8 @@ from .experts import stack_of
 from .fused import fused_split, looks_fused_name
 from .heads import HeadFinder, declared_heads, last_linear
 from .names import is_embedding_name
-from .not_matrices import FEW_ROWS, FILTER, filter_reason, has_few_rows, kind_of_filter, why_no_matrix
+from .not_matrices import FEW_ROWS, FILTER, filter_reason, has_few_rows, why_no_matrix
 from .place import ParamPlace, models_in, places_of
-from .traced import convolved_in_graphs, cut_in_graph, is_instance, looked_up_in_graphs
 
 LOOKS_FUSED = "matrix: looks fused, parts unknown"
 UNKNOWN_STACK = "more than two dims, not known as a stack of matrices"
@@ -63,10 +62,6 @@ class ModelContents:
         places = list(places_of(model))
         self._places = {place.name: place for place in places}
         self._embeddings = [_addresses(param) for param in _embeddings(model, places)]
-        self._filters = {
-            id(param): kind_of_filter(groups, transposed="transpose" in function)
-            for param, function, groups in convolved_in_graphs(model)
-        }
         self._heads = [_addresses(param) for param in declared_heads(model)]
         self._head_finder = HeadFinder(places)
         last = [
@@ -76,7 +71,7 @@ class ModelContents:
 
     def _has_head(self, model: nn.Module, places: Sequence[ParamPlace]) -> bool:
         """Whether a head is known by more than being the last linear layer."""
-        weights = [getattr(module, "weight", None) for module in model.modules() if is_instance(module, nn.Linear)]
+        weights = [getattr(module, "weight", None) for module in model.modules() if isinstance(module, nn.Linear)]
         weights += [place.param for place in places if not _is_embedding(place.module)]
         tied_head = any(isinstance(weight, Tensor) and _overlaps(weight, self._embeddings) for weight in weights)
         return tied_head or any(map(self._head_finder.reason, places)) or any(True for _ in declared_heads(model))
@@ -90,7 +85,7 @@ class ModelContents:
     def _table(self, place: ParamPlace) -> ParamContents | None:
         for tables, reason in ((self._embeddings, "embedding"), (self._heads, "output head")):
             if _overlaps(place.param, tables):
-                own = _is_embedding(place.module) or reason == "output head" or not is_instance(place.module, nn.Linear)
+                own = _is_embedding(place.module) or reason == "output head" or not isinstance(place.module, nn.Linear)
                 return ParamContents("adamw", reason if own else f"tied to an {reason}")
         if is_embedding_name(list(place.parts)) and not self._is_expert(place):
             return ParamContents("adamw", "embedding: by name")
@@ -104,7 +99,7 @@ class ModelContents:
         no_matrix, stack = why_no_matrix(place), stack_of(place)
         if self._is_expert(place) and no_matrix not in ("bias", "norm"):
             return ParamContents("muon", "expert_keys", ONE_MATRIX if stack is None else stack[1])
-        kind = filter_reason(place, self._filters)
+        kind = filter_reason(place)
         if kind == FILTER and self._conv == "flatten":
             return ParamContents("muon", 'conv="flatten"', ParamMatrices(flatten=True))
         reason = kind or no_matrix or self._head_finder.reason(place)
@@ -136,9 +131,6 @@ class ModelContents:
         outputs, inputs = (cols, rows) if flipped else (rows, cols)
         known = fused_split(place, outputs, inputs)
         stored = " stored (in, out)" if flipped else ""
-        if known is not None or looks_fused_name(place.parts):
-            in_graph = cut_in_graph(place.modules, place.parts, outputs)
-            known = known if in_graph is None else ("parts, as its graph cuts them", in_graph)
         if known is not None and known[1] is not None:
             return _in_parts(f"fused {known[0]}{stored}", ParamMatrices(dims=dims, split=known[1]), outputs)
         reason = LOOKS_FUSED if known is None and looks_fused_name(place.parts) else f"matrix{stored}"
@@ -189,7 +181,7 @@ def _adapter(place: ParamPlace) -> ParamContents | None:
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    return is_instance(module, (nn.Embedding, nn.EmbeddingBag))
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
 def _embeddings(model: nn.Module, places: Sequence[ParamPlace]) -> Iterator[Tensor]:
@@ -197,7 +189,6 @@ def _embeddings(model: nn.Module, places: Sequence[ParamPlace]) -> Iterator[Tens
     weights = (getattr(module, "weight", None) for module in model.modules() if _is_embedding(module))
     yield from (weight for weight in weights if isinstance(weight, Tensor))
     yield from (place.param for place in places if _is_embedding(place.module))
-    yield from looked_up_in_graphs(model)
 
 
 def _overlaps(param: Tensor, tables: Sequence[range]) -> bool:

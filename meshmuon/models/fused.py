@@ -10,7 +10,6 @@ from torch import nn
 
 from ..matrices import Interleaved, Split
 from .place import ParamPlace
-from .traced import is_instance
 
 _QKV = r"qkv|qkv_proj|qkv_linear|[wW]_?qkv|to_qkv|attn_qkv|c_attn|att_proj|in_proj_weight|in_proj_qkv"
 _GATED_MLP = r"(\w+_)?(gate_?up|gate_and_up|up_gate)(_proj|_layer|_z|_weight)?|w_?12|w_?13|weights_in"
@@ -183,11 +182,11 @@ def fused_split(place: ParamPlace, outputs: int, inputs: int) -> tuple[str, Spli
     """The parts of a fused weight, as text and as a ``split`` (None for one part); None if it is not known to be
     fused.
     """
-    if is_instance(place.module, (nn.RNNBase, nn.RNNCellBase)):
-        gates = next((count for classes, count in _GATES.items() if is_instance(place.module, classes)), 1)
+    if isinstance(place.module, (nn.RNNBase, nn.RNNCellBase)):
+        gates = next((count for classes, count in _GATES.items() if isinstance(place.module, classes)), 1)
         projection = place.parts[-1].startswith("weight_hr")  # of the hidden state, with proj_size
         return None if gates == 1 or projection or outputs % gates else (f"{gates} gates", (outputs // gates,) * gates)
-    if place.label == "in_proj_weight" and is_instance(place.module, nn.MultiheadAttention):
+    if place.label == "in_proj_weight" and isinstance(place.module, nn.MultiheadAttention):
         return "q, k, v", (outputs // 3,) * 3
     # a layer inside a Sequential, or beside its norm, has a dull name
     labels = (place.label, ".".join(place.parts[-3:-1]))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from torch import nn
 
 from .names import is_table_label
 from .place import ParamPlace
-from .traced import is_instance
 
 # (in, out, *kernel): no (out, in·kernel) matrix
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -56,13 +54,13 @@ NOT_MATRICES: tuple[tuple[str, str], ...] = (
 def why_no_matrix(place: ParamPlace) -> str | None:
     """Why a parameter is not a matrix; None if nothing speaks against it."""
     module, last = place.module, place.parts[-1]
-    if is_instance(module, _NORMS) or (place.held_by(r"Norm\w*$|GRN$") and not hasattr(module, "in_features")):
+    if isinstance(module, _NORMS) or (place.held_by(r"Norm\w*$|GRN$") and not hasattr(module, "in_features")):
         return "norm"
     if "parametrizations" in place.parts and re.fullmatch(r"original[01]", last):
         return "weight-norm part"
     if re.fullmatch(r"\w*(rel_pos|relative_(attention|position)|position|pos)_(\w+_)?bias", place.label):
         return "position table"  # also as a linear layer after one-hot vectors
-    if is_instance(module, _WEIGHTED) and last not in ("weight_g", "weight_v"):
+    if isinstance(module, _WEIGHTED) and last not in ("weight_g", "weight_v"):
         return "bias" if last.startswith("bias") else None
     # of ``registers.0``, the list's
     label = place.parts[-2] if isinstance(module, _LISTS) and len(place.parts) > 1 else last
@@ -110,23 +108,15 @@ def is_bias_of_stack(place: ParamPlace) -> bool:
     return any(stack.shape[0] == count and width in stack.shape[1:] for stack in stacks)
 
 
-def filter_reason(place: ParamPlace, in_graphs: Mapping[int, str]) -> str | None:
-    """What kind of filter of a convolution a parameter is; None if it is none.
-
-    ``in_graphs`` has those that the model's graphs show, by ``id``.
+def filter_reason(place: ParamPlace) -> str | None:
+    """What kind of filter of a convolution a parameter is, ``FILTER`` if one (out, in·kernel) matrix; None if it is
+    none.
     """
-    if place.param.dim() < 3:
+    if place.param.dim() < 3 or not isinstance(place.module, _CONVOLUTIONS) or place.parts[-1] != "weight":
         return None
-    if isinstance(place.module, _CONVOLUTIONS) and place.parts[-1] == "weight":
-        return kind_of_filter(place.module.groups, transposed=isinstance(place.module, _TRANSPOSED))
-    return in_graphs.get(id(place.param))
-
-
-def kind_of_filter(groups: int, *, transposed: bool) -> str:
-    """``FILTER`` if it is one (out, in·kernel) matrix; otherwise why it is none."""
-    if transposed:
+    if isinstance(place.module, _TRANSPOSED):
         return "filter of a transposed convolution"
-    return FILTER if groups == 1 else "filter of a grouped convolution"
+    return FILTER if place.module.groups == 1 else "filter of a grouped convolution"
 
 
 def has_few_rows(place: ParamPlace) -> bool:
