@@ -10,7 +10,10 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
-OPTIONS: dict[str, str] = {}
+OPTIONS: dict[str, str] = {
+    "reference_path": "write use_distributed_muon=True, the name that Motif's optimizer has for the reference path",
+    "waves_ahead": "write warmup_step, the name that Motif's optimizer has for it",
+}
 """Keyword of ``Muon`` → what to write instead."""
 
 VALUES: dict[str, str] = {}
@@ -22,7 +25,9 @@ NAMES: dict[str, str] = {
 }
 """Public name or module below ``meshmuon``, dotted → what to use instead."""
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "plan --waves-ahead": "write --warmup-step, as Muon's option is called",
+}
 """Command, or ``command --option`` → what to run instead."""
 
 

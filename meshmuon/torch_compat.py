@@ -77,7 +77,7 @@ def warn_if_untested() -> None:
     warnings.warn(
         f"meshmuon is tested with torch {OLDEST} to {NEWEST}, and this is torch {torch.__version__}. Sharded steps "
         "read private parts of DTensor, DeviceMesh and process groups, which this version may have changed: compare a "
-        "few steps with reference_path=True, which leaves layouts to torch, or use a tested version.",
+        "few steps with use_distributed_muon=True, which leaves layouts to torch, or use a tested version.",
         UntestedTorchWarning,
         stacklevel=2,
     )

@@ -69,7 +69,7 @@ WIRES: Mapping[str, Any] = {
 
 def wire_options(wire: str | None) -> dict[str, Any]:
     """Muon's options for a wire of `WIRES`. One process sends nothing; its reference path rounds as if it did."""
-    return {} if wire is None else {"comm_dtype": WIRES[wire], "reference_path": not dist.is_initialized()}
+    return {} if wire is None else {"comm_dtype": WIRES[wire], "use_distributed_muon": not dist.is_initialized()}
 
 
 @dataclass(frozen=True, slots=True)

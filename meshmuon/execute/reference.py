@@ -43,8 +43,8 @@ class ReferenceExecutor(StepExecutor):
                 raise UnsupportedError(
                     f"{plan.params[indices[0]].name} is in host memory on a mesh of "
                     f"{step_params[indices[0]].work_device.type} devices (FSDP2's CPUOffloadPolicy), where torch "
-                    "cannot gather it for the reference path: step without reference_path=True, or verify without the "
-                    "policy."
+                    "cannot gather it for the reference path: step without use_distributed_muon=True, or verify "
+                    "without the policy."
                 )
             if has_part(step_params[indices[0]].param):
                 check_round_trip(plan.params[indices[0]].name, step_params[indices[0]].param)

@@ -23,7 +23,7 @@ from .collect import gradient_of
 from .muon import Muon
 from .muon_step import StepContext
 
-_NO_OPTIONS = ("replicas", "replica_group", "reference_path", "use_distributed_muon", "comm_dtype")
+_NO_OPTIONS = ("replicas", "replica_group", "use_distributed_muon", "comm_dtype")
 
 
 class DistMuon(Muon):

@@ -43,7 +43,7 @@ _CHECKS = {
     use_muon: [(option.name, option.check) for option in group_options(use_muon) if option.check is not None]
     for use_muon in (True, False)
 }
-_OPTIMIZER_KEYS = tuple(name for option in optimizer_options() for name in (option.name, *option.aliases))
+_OPTIMIZER_KEYS = tuple(option.name for option in optimizer_options())
 
 
 def normalise_params(params: object) -> list[dict[str, Any]]:

@@ -88,8 +88,7 @@ class Option:
     kept_as: Callable[[Any], Any] = lambda value: value
     # it decides what the matrices are or what is remembered of them: loading another value warns
     defines_matrices: bool = False
-    # Other names: of an optimizer-wide option an older keyword, of an option of param groups torch's own name.
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # torch's names of it
     help: str = ""  # what it does, for ``help(Muon)`` and docs/optimizer.md; without it, the option is not shown
 
     def with_help(self, text: str) -> Option:
@@ -97,8 +96,7 @@ class Option:
         text.
         """
         other = ", ".join(f"``{alias}``" for alias in self.aliases)
-        names = f" Older name: {other}." if self.scope is Scope.OPTIMIZER else f" Also {other}, as in torch."
-        return replace(self, help=text + (names if other else ""))
+        return replace(self, help=text + (f" Also {other}, as in torch." if other else ""))
 
 
 class _TorchKeys(TypedDict, total=False):
@@ -306,16 +304,17 @@ _ENGINE = (
     Option("memory_budget", None, _WHOLE, whole_number(optional=True), _PLAN).with_help(
         "Bytes of matrices that an owner gathers per wave, and of scratch that a batch may use. By default 64 MiB of "
         "a CPU's memory, or a 128th of a GPU's (512 MiB of 80 GB; twice that for batches). The exchange buffers of a "
-        "rank take at most 2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner. Where plans are "
+        "rank take at most 2 × ``memory_budget`` × (``warmup_step`` + 1), or one matrix per owner. Where plans are "
         "compared, the default is a start: waves may be larger, and buffers take at most 18 × it."
     ),
     # ExecutorSettings checks its range.
     Option("chunk_size", -1, _WHOLE, whole_number(), _PLAN).with_help(
         "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``."
     ),
-    Option(
-        "waves_ahead", 5, _WHOLE, whole_number(0, 1024, why_high=_BUFFERS), _PLAN, aliases=("warmup_step",)
-    ).with_help("Waves of exchanges that may be in flight beside the one that computes (``waves_ahead + 1`` in all)."),
+    Option("warmup_step", 5, _WHOLE, whole_number(0, 1024, why_high=_BUFFERS), _PLAN).with_help(
+        "Waves of exchanges that may be in flight beside the one that computes (``warmup_step + 1`` in all). It does "
+        "not warm up the learning rate."
+    ),
     Option("deterministic", False, _WHOLE, check_flag).with_help(
         "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any "
         "number of threads."
@@ -346,9 +345,9 @@ _ENGINE = (
         "matrices that get their first gradient late. Otherwise such an optimizer raises, because it is usually a "
         "mistake; see docs/trainers.md."
     ),
-    Option("reference_path", False, _WHOLE, check_flag, _PLAN, aliases=("use_distributed_muon",)).with_help(
+    Option("use_distributed_muon", False, _WHOLE, check_flag, _PLAN).with_help(
         "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on "
-        "every rank."
+        "every rank. Muon is distributed without it."
     ),
     # Motif's word for logging.getLogger("meshmuon").setLevel(logging.DEBUG): accepted, and not shown.
     Option("debug", False, _WHOLE, check_flag),

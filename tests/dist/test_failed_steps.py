@@ -200,7 +200,7 @@ def test_matrices_that_fail_keep_weight_and_momentum(layout: str, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"reference_path": True}, {"rule": MoodyRule()}], ids=["plain", "reference", "rule"]
+    "options", [{}, {"use_distributed_muon": True}, {"rule": MoodyRule()}], ids=["plain", "reference", "rule"]
 )
 def test_one_device_keeps_what_fails(options: dict[str, Any]) -> None:
     one = Rank(None, alone=True, **options)
@@ -446,7 +446,7 @@ def kernels_run(rank: int, broken: int | None, **options: Any) -> tuple[list[str
     return [*said, one.step(1)], one.whole()
 
 
-@pytest.mark.parametrize("options", [{}, {"reference_path": True}], ids=["waves", "reference path"])
+@pytest.mark.parametrize("options", [{}, {"use_distributed_muon": True}], ids=["waves", "reference path"])
 def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """``"auto"``: one rank cannot launch, so none uses the kernel, and one warning says why. ``"triton"``: all
     ranks raise.

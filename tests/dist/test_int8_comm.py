@@ -80,7 +80,7 @@ def test_odd_pieces_beside_others(rule: str, dtypes: Any, more: dict[str, Any]) 
     """
     params = Param((6, 6), placements=(Shard(0),)), Param((9, 6), placements=(Shard(0),), split=Interleaved((1, 2), 3))
     case = Case(params, {"rule": rule, "comm_dtype": dtypes, **more})
-    expected = single(replace(case, options={**case.options, "reference_path": True}))
+    expected = single(replace(case, options={**case.options, "use_distributed_muon": True}))
     run_threads(2, lambda rank: check(case, [init_device_mesh("cpu", (2,))], expected))
 
 
@@ -106,7 +106,7 @@ def test_pieces_of_every_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """In the end five elements at a time, too."""
     case = Case((PIECES[kind],), {"comm_dtype": torch.int8, "replicas": "share"})
     with blocks_of(4):
-        expected = single(replace(case, options={**case.options, "reference_path": True}))
+        expected = single(replace(case, options={**case.options, "use_distributed_muon": True}))
         for _ in range(2):
             run_threads(2, lambda rank: check(case, [init_device_mesh("cpu", (2,))], expected))
             monkeypatch.setattr(int8, "_AT_ONCE", 5)
@@ -153,7 +153,7 @@ def test_any_case_has_the_bits_of_the_rounding_reference_path(
 
     with blocks_of(block):
         plain = single(case, held)
-        rounded = single(replace(case, options={**options, "reference_path": True}, prepares=False), held)
+        rounded = single(replace(case, options={**options, "use_distributed_muon": True}, prepares=False), held)
         with counted() as sent:
             ranks = run_threads(layouts.world, main)
         remembers = any(name in str(options["rule"]).lower() for name in ("normuon", "drag"))

@@ -63,9 +63,9 @@ def state_of(run: Run, k: int) -> list[Tensor]:
         {"dtype": torch.float64},
         {"dtype": torch.bfloat16},
         {"dtype": torch.bfloat16, "rounding": "stochastic", "cautious_weight_decay": True},
-        {"reference_path": True},
-        {"reference_path": True, "dtype": torch.bfloat16, "momentum_dtype": torch.float32},
-        {"reference_path": True, "momentum_dtype": torch.int8},
+        {"use_distributed_muon": True},
+        {"use_distributed_muon": True, "dtype": torch.bfloat16, "momentum_dtype": torch.float32},
+        {"use_distributed_muon": True, "momentum_dtype": torch.int8},
     ],
     ids=str,
 )

@@ -45,7 +45,13 @@ def with_late_gradients(*, prepares: bool, offloads: bool = False, **options: An
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"rule": "normuon", "nonfinite": "skip"}, {"reference_path": True}, {"metrics": 2}, {"compile": "eager"}],
+    [
+        {},
+        {"rule": "normuon", "nonfinite": "skip"},
+        {"use_distributed_muon": True},
+        {"metrics": 2},
+        {"compile": "eager"},
+    ],
     ids=str,
 )
 def test_bits_do_not_change(options: dict[str, Any], offloads: bool) -> None:

@@ -173,12 +173,10 @@ GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
 OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "debug": flag,
     "use_distributed_muon": flag,
-    "reference_path": lambda value: value is None or flag(value),
     "deterministic": flag,
     "cuda_graphs": flag,
     "allow_inactive": flag,
     "warmup_step": whole(0, 1024),
-    "waves_ahead": lambda value: value is None or whole(0, 1024)(value),
     "chunk_size": lambda value: type(value) is int and (value == -1 or value >= 1),
     "memory_budget": lambda value: value is None or whole(1)(value),
     "replicas": choice("auto", "share", "repeat"),

@@ -188,7 +188,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--momentum-dtype", choices=(*_DTYPES, "int8"), help="default: that of the weights")
     options.add_argument("--scheme", default="auto", choices=("auto", "polar_express", "keller", "zolotarev", "hybrid"))
     options.add_argument("--memory-budget", type=_amount, metavar="BYTES", help="such as 64M")
-    options.add_argument("--waves-ahead", type=int, metavar="N")
+    options.add_argument("--warmup-step", type=int, metavar="N")
     training = parser.add_argument_group("the training step around it")
     share = _within(sys.float_info.min, 1.0, "not above 0 and at most 1")
     training.add_argument(

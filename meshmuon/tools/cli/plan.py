@@ -30,7 +30,7 @@ from ..simulate.simulation import JobSharding, MuonOptions, Simulation, Workload
 from .output import is_standard_output, printing, write_output
 
 _OF_MODELS = ("model", "hf_config", "module", "mesh", "layout", "nodes", "save_model")
-_CHECKED = ("memory_budget", "waves_ahead")
+_CHECKED = ("memory_budget", "warmup_step")
 _WRITTEN = ("json", "html", "trace", "save_model", "save_rates")
 
 

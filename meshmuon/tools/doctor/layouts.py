@@ -81,7 +81,7 @@ def check_int8(context: Context) -> Finding:
         for name, param in whole.items()
     }
     comparison = Comparison(
-        context, params, whole, muon_on(params, **options), muon_on(whole, reference_path=True, **options)
+        context, params, whole, muon_on(params, **options), muon_on(whole, use_distributed_muon=True, **options)
     )
     comparison.exact, comparison.against = set(whole), "the reference path"
     return comparison.run(range(_STEPS)).finding(f"rows, columns and both cut over {axes[0]} × {axes[1]}")

@@ -60,7 +60,7 @@ class MuonOptions:
     ns_steps: int = 5
     memory_budget: int | None = None  # None: what a job on the machine chooses
     chunk_size: int = -1
-    waves_ahead: int = 5
+    warmup_step: int = 5
     form: str = "auto"
     param_dtype: torch.dtype = torch.float32
     momentum_dtype: torch.dtype | None = None
@@ -126,13 +126,18 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, machine: Ma
         cost_model_for(machine.device),
         options.replicas,
         options.chunk_size,
-        in_flight=options.waves_ahead + 1,
+        in_flight=options.warmup_step + 1,
         max_peers=options.max_peers,
     )
     topology = Topology.around(rank, records, None)
     topology = replace(topology, nodes=Nodes.of({rank: rank // machine.ranks_per_node for rank in topology.ranks}))
     settings = PlanSettings(
-        plan_options, options.form, "reference_path=False", options.cost_model, options.memory_budget, machine=machine
+        plan_options,
+        options.form,
+        "use_distributed_muon=False",
+        options.cost_model,
+        options.memory_budget,
+        machine=machine,
     )
     planner = LocalPlanner(tuple(records), settings, topology)
     plan = planner.plan(frozenset(range(len(records)))).plan
