@@ -11,10 +11,16 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
 OPTIONS: dict[str, str] = {
+    "expert_dims": 'write matrices={"layers.*.experts.w1": {"dims": "in_out"}} with the names of the experts, * for any number',
     "reference_path": "write use_distributed_muon=True, the name that Motif's optimizer has for the reference path",
     "waves_ahead": "write warmup_step, the name that Motif's optimizer has for it",
 }
 """Keyword of ``Muon`` → what to write instead."""
+
+SAVED = {"expert_dims": "out_in"}
+"""Those that param groups saved → the value that loads. States still have them: torch's loader of whole states, which
+flattens
+them, refuses a key that the optimizer's own state lacks."""
 
 VALUES: dict[str, str] = {}
 """Value of an option that stays, as ``option=value`` → what to write instead."""

@@ -8,7 +8,7 @@ import pytest
 from torch.nn import Linear
 
 import meshmuon
-from meshmuon import Muon, UnknownOptionError
+from meshmuon import Muon, StateError, UnknownOptionError
 from meshmuon.dropped import COMMANDS, NAMES, OPTIONS
 from meshmuon.params.option_table import OPTIONS as TABLE
 from meshmuon.tools.cli.main import main
@@ -42,3 +42,22 @@ def test_what_never_was_is_an_ordinary_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="No module named"):
         import_module("meshmuon.never")
     assert not hasattr(meshmuon, "never")
+
+
+def test_options_are_refused_in_param_groups_and_states() -> None:
+    weight = Linear(16, 16).weight
+    group = {"params": [weight], "names": ["w"], "use_muon": True}
+    with pytest.raises(
+        UnknownOptionError, match=r"^group 0: expert_dims is no option of Muon any more: write matrices="
+    ):
+        Muon([{**group, "expert_dims": "in_out"}])
+    optimizer = Muon([group])
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["expert_dims"] == "out_in"  # as earlier versions saved the default
+    optimizer.load_state_dict(saved)
+    assert "expert_dims" not in optimizer.param_groups[0]
+    saved["param_groups"][0]["expert_dims"] = "in_out"
+    with pytest.raises(
+        StateError, match=r"group 0 of the state_dict was saved with expert_dims='in_out': write matrices="
+    ):
+        optimizer.load_state_dict(saved)

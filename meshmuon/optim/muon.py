@@ -17,7 +17,7 @@ from ..agree.planner import Planner
 from ..agree.state_presence import has_begun
 from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError
 from ..execute import CommDtype, CommDtypeLike, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
-from ..matrices import Conv, ExpertDims, Split
+from ..matrices import Conv, Split
 from ..metrics.meter import Meter
 from ..ortho import SchemeLike
 from ..ortho.kernels.products import Kernels
@@ -102,7 +102,6 @@ class Muon(PreparedStep):
         maximize: bool = False,
         # What is in the model.
         split: Split | None = None,
-        expert_dims: ExpertDims = "out_in",
         matrices: Mapping[str, Mapping[str, Any]] | None = None,
         conv: Conv | None = None,
         # Update rules and rounding.

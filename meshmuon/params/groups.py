@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..device import known_to_host
-from ..errors import ConfigError
+from ..dropped import OPTIONS as DROPPED
+from ..errors import ConfigError, UnknownOptionError
 from ..execute import rule_memories
 from ..matrices import MatrixOptions, MatrixSet, check_expert_keys, check_matrices, find_matrices
 from ..torch_compat import local_part
@@ -75,6 +76,8 @@ def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, T
         raise ConfigError(
             f"group {index} needs use_muon=True or use_muon=False, it has {keys}. {_RIGHT_CALL} {_CALL_OF_TRAINERS}"
         )
+    for key in DROPPED.keys() & group.keys():
+        raise UnknownOptionError(f"group {index}: {key} is no option of Muon any more: {DROPPED[key]}")
     for key in _OPTIMIZER_KEYS:
         if key in group:
             raise ConfigError(
@@ -161,7 +164,7 @@ def are_placeholders(names: Iterable[str]) -> bool:
 def matrix_options_of(group: ParamGroup) -> MatrixOptions:
     """The options of a param group that say which matrices a parameter holds."""
     keys, split = check_expert_keys(group["expert_keys"]), split_as_tuple(group["split"])
-    return MatrixOptions(keys, group["conv"], split, group["expert_dims"], check_matrices(group["matrices"]))
+    return MatrixOptions(keys, group["conv"], split, check_matrices(group["matrices"]))
 
 
 def rounds_stochastically(param: Tensor, group: Mapping[str, Any]) -> bool:

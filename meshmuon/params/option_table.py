@@ -20,10 +20,8 @@ from torch import Tensor
 
 from ..matrices import (
     CONV_OPTIONS,
-    EXPERT_DIMS,
     ONE_MATRIX,
     Conv,
-    ExpertDims,
     Interleaved,
     MatrixOptions,
     Split,
@@ -130,7 +128,6 @@ class ParamGroup(_TorchKeys):
     maximize: bool
     conv: Conv | None
     split: Split | None
-    expert_dims: ExpertDims
     matrices: Mapping[str, Mapping[str, Any]] | None
     compute_dtype: torch.dtype | None
     momentum_dtype: torch.dtype | None
@@ -229,10 +226,6 @@ _MODEL = (
     Option(
         "expert_keys", None, _MUON, of_value(check_expert_keys), _PLAN, kept_as=check_expert_keys, defines_matrices=True
     ).with_help("A 3-D parameter whose name contains one of these is a stack of independent matrices."),
-    Option("expert_dims", "out_in", _MUON, one_of(EXPERT_DIMS), _VALUE, defines_matrices=True).with_help(
-        '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the learning '
-        "rate, ``split`` and update rules."
-    ),
     Option(
         "matrices", None, _MUON, of_value(check_matrices), _VALUE, kept_as=matrices_as_dicts, defines_matrices=True
     ).with_help(

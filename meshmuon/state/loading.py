@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..device import known_to_host
+from ..dropped import OPTIONS as DROPPED
+from ..dropped import SAVED
 from ..errors import StateError
 from ..execute import RULE_STATE
 from ..matrices import without_wrappers
@@ -276,6 +278,12 @@ def _saved_options(
             )
         options = {**saved, **options}
     options = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+    for key, loads in SAVED.items():
+        if (value := options.pop(key, loads)) != loads:
+            raise StateError(
+                f"group {index} of the state_dict was saved with {key}={shown(value)}: {DROPPED[key]}, in the "
+                f"optimizer and, instead of {key}, in that group."
+            )
     for key in list(options):
         values = [saved.get(key, _MISSING) for saved in sources]
         if any(not _same(value, values[0]) for value in values):

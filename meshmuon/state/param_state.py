@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..device import known_to_host
+from ..dropped import SAVED
 from ..errors import StateError
 from ..execute import RULE_STATE, Int8Momentum, MomentumBlocks, int8, rule_memories
 from ..matrices import Interleaved, find_matrices
@@ -170,7 +171,7 @@ def storable(state_dict: dict[str, Any]) -> dict[str, Any]:
     own. All keys stay, since loaders require the same keys on both sides.
     """
     state_dict["param_groups"] = [
-        {key: value if key == "params" else _storable(value) for key, value in param_group.items()}
+        {**SAVED, **{key: value if key == "params" else _storable(value) for key, value in param_group.items()}}
         for param_group in state_dict["param_groups"]
     ]
     return state_dict

@@ -37,7 +37,6 @@ OTHER: dict[str, Any] = {
     "maximize": True,
     "conv": "flatten",
     "split": 2,
-    "expert_dims": "in_out",
     "matrices": {"one": {"dims": "in_out"}},
     "compute_dtype": torch.float64,
     "momentum_dtype": torch.float64,
@@ -62,7 +61,6 @@ NOT_HERE = {
     "conv",  # of convolution filters only
 }
 EXPERTS: dict[str, dict[str, Any]] = {  # what all ranks are given beside it, so that there are experts
-    "expert_dims": {"expert_keys": ["one", "two"]},
     "expert_keys": {"conv": "flatten"},
 }
 

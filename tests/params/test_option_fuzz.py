@@ -163,7 +163,6 @@ GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "adjust_lr_fn": choice("match_rms_adamw", "original", "spectral"),
     "conv": lambda value: value is None or choice("flatten")(value),
     "split": lambda value: value is None or (type(value) is int and value == 1),
-    "expert_dims": choice("out_in", "in_out"),
     "matrices": lambda value: value is None or (isinstance(value, dict) and not value),
     "rounding": choice("nearest", "stochastic"),
     "compute_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),

@@ -18,6 +18,7 @@ from torch import nn
 
 import meshmuon
 from meshmuon import ConfigError, DistMuon, Muon, OptionNameWarning
+from meshmuon.dropped import SAVED
 from meshmuon.integrations.factory import muon_for
 from meshmuon.optim import muon as muon_module
 from meshmuon.params import arguments, option_table
@@ -98,7 +99,7 @@ def test_the_types_of_a_param_group_name_its_options() -> None:
 def test_the_defaults_of_the_optimizer_are_the_options_of_groups() -> None:
     optimizer = muon(make_params((3, 4)))
     assert list(optimizer.defaults) == [option.name for option in group_options()]
-    assert set(optimizer.state_dict()["param_groups"][0]) == {*NO_OPTIONS, *optimizer.defaults}
+    assert set(optimizer.state_dict()["param_groups"][0]) == {*NO_OPTIONS, *optimizer.defaults, *SAVED}
 
 
 def test_every_option_has_an_oracle() -> None:

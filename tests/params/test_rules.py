@@ -179,7 +179,7 @@ def test_experts_filters_and_parts_are_matrices_of_their_own(rule: Any) -> None:
 
     optimizer = Muon(
         [
-            one(flipped, expert_dims="in_out"),
+            one(flipped, matrices={"experts.0": {"dims": "in_out"}}),
             one(upright),
             one(filters, expert_keys=[], conv="flatten"),
             one(flat),

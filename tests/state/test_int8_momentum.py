@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshmuon import Interleaved, Muon, StateError
+from meshmuon import Muon, StateError
 from meshmuon.execute.int8 import Int8Blocks, dequantise, quantise, scales_shape
 from meshmuon.matrices import MatrixOptions, find_matrices
 from meshmuon.params.momentum_blocks import momentum_blocks, scale_placements
@@ -62,16 +62,6 @@ SHAPES: dict[str, tuple[tuple[int, ...], MatrixOptions, tuple[int, ...]]] = {
     "experts": ((3, 4, 300), MatrixOptions(("w",)), (3, 4, 3)),
     "filter": ((4, 30, 3, 3), MatrixOptions(conv="flatten"), (4, 3, 1, 1)),
     "rows of a fused weight": ((6, 300), MatrixOptions(split=(2, 4)), (6, 3)),
-    "columns of a fused weight": (
-        (3, 4, 300),
-        MatrixOptions(("w",), split=(140, 160), expert_dims="in_out"),
-        (3, 4, 4),
-    ),
-    "columns in turns": (
-        (3, 4, 300),
-        MatrixOptions(("w",), split=Interleaved((1, 1), 150), expert_dims="in_out"),
-        (3, 4, 4),
-    ),
     "no columns": ((4, 0), MatrixOptions(), (4, 0)),
 }
 

@@ -65,7 +65,11 @@ def test_an_interleaved_split_is_stored_as_plain_numbers() -> None:
     """Also one that was set in a group by hand; the next steps are those of an uninterrupted run."""
     split = Interleaved((1, 1), 7)
     params, twins = make_params((3, 5, 14)), make_params((3, 5, 14))
-    options: dict[str, Any] = {"expert_keys": ["experts"], "expert_dims": "in_out", "rule": "normuon"}
+    options: dict[str, Any] = {
+        "expert_keys": ["experts"],
+        "rule": "normuon",
+        "matrices": {"experts.0.weight": {"dims": "in_out"}},
+    }
     first, second = (Muon([group(own, prefix="experts", split=split)], lr=LR, **options) for own in (params, twins))
     run(first, params, range(1))
     twins[0].data.copy_(params[0])

@@ -178,7 +178,7 @@ def build(case: Case, params: Sequence[nn.Parameter], kind: type[Muon] = Muon, *
             group = {"params": [params[k] for k in chosen], "names": [names[k] for k in chosen], "use_muon": use_muon}
             if use_muon:
                 group |= {"split": lambda name, shape: splits[name]} if any(splits.values()) else {}
-                group |= {"expert_dims": "in_out"} if flipped else {}
+                group |= {"matrices": {names[k]: {"dims": "in_out"} for k in chosen}} if flipped else {}
             groups.append(group)
     defaults = {"adjust_lr_fn": "original", "weight_decay": 0.0} if case.averages else {}
     options = {"expert_keys": ["experts"], **defaults, **case.options, **options}
