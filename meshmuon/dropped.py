@@ -22,7 +22,10 @@ SAVED = {"expert_dims": "out_in"}
 flattens
 them, refuses a key that the optimizer's own state lacks."""
 
-VALUES: dict[str, str] = {}
+VALUES: dict[str, str] = {
+    "comm_dtype=torch.int8": "write torch.bfloat16, which rounds less",
+    "momentum_dtype=torch.int8": "write torch.bfloat16, or call turn_on_cpu_offload()",
+}
 """Value of an option that stays, as ``option=value`` → what to write instead."""
 
 NAMES: dict[str, str] = {

@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
+import torch
 from torch.nn import Linear
 
 import meshmuon
-from meshmuon import Muon, StateError, UnknownOptionError
-from meshmuon.dropped import COMMANDS, NAMES, OPTIONS
+from meshmuon import ConfigError, Muon, StateError, UnknownOptionError
+from meshmuon.dropped import COMMANDS, NAMES, OPTIONS, VALUES
 from meshmuon.params.option_table import OPTIONS as TABLE
 from meshmuon.tools.cli.main import main
 
@@ -20,6 +21,16 @@ def test_options_are_refused(name: str) -> None:
         Muon(Linear(16, 16), **{name: True})
     assert str(refusal.value) == f"{name}=True is no option of Muon any more: {OPTIONS[name]}"
     assert name not in {key for option in TABLE for key in (option.name, *option.aliases)}
+
+
+@pytest.mark.parametrize("written", sorted(VALUES))
+def test_values_are_refused(written: str) -> None:
+    name, _, text = written.partition("=")
+    value = getattr(torch, text.removeprefix("torch.")) if text.startswith("torch.") else text
+    for given in [value, (None, value)][: 2 if name == "comm_dtype" else 1]:
+        with pytest.raises(ConfigError) as refusal:
+            Muon(Linear(16, 16), **{name: given})
+        assert str(refusal.value).endswith(f"{written} is gone: {VALUES[written]}.")
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))

@@ -3,7 +3,6 @@
 from .data_parallel import DataParallelExecutor
 from .elementwise import Elementwise
 from .executor import Executor, StepExecutor
-from .int8_momentum import Int8Momentum, MomentumBlocks
 from .reference import ReferenceExecutor
 from .rounding import RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .settings import CommDtype, CommDtypeLike, ExecutorSettings

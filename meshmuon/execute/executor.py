@@ -20,7 +20,6 @@ from .fused_elementwise import FusedElementwise
 from .local_batch import STAGED_IN_FLIGHT
 from .ortho_batch import joined_errors
 from .settings import ExecutorSettings
-from .shared_blocks import find_shared_scales, share_kept_scales
 from .step_param import UNOBSERVED, CheckedUpdates, Observer, RunningStep, StepParam
 from .weight_sums import reduce_tables
 
@@ -162,10 +161,8 @@ class Executor(StepExecutor):
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
         streams = self._streams or Streams()
-        find_shared_scales(RunningStep(step_params, idle))
         step = RunningStep(step_params, idle, observer, self._exchange, self.elementwise, streams, streams.main_mark())
         self._run(step, during_last_scatter)
-        share_kept_scales(step, guarded=self.settings.guarded)
         self.checked = step.checked
         self.failed_for_all = any(getattr(failure, "known_to_all", False) for failure in step.failures)
         return take_first(step.failures)

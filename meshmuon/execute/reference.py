@@ -22,11 +22,9 @@ from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, fill_with_momentum
 from .executor import StepExecutor
-from .int8 import round_to_int8
 from .ortho_batch import BatchMemory, OrthoBatch
 from .rounding import Elements
 from .shards import ShardView, grouped, store_rule_state
-from .shared_blocks import BlockMaxima, store_scales, whole_momentum
 from .step_param import UNOBSERVED, Observer, RunningStep, StepParam
 from .views import window_of
 from .weight_sums import Factors, add_products, new_table, sums_of
@@ -79,7 +77,7 @@ class ReferenceExecutor(StepExecutor):
         if not has_part(first.param):
             return
         settings = first.settings
-        before = local_part(first.momentum) if first.blocks is None else whole_momentum(first).numbers()
+        before = local_part(first.momentum)
         momentum = before.clone()
         with observer.phase("momentum"):
             update = first.momentum.to(first.update_dtype, copy=True)
@@ -108,16 +106,11 @@ class ReferenceExecutor(StepExecutor):
             store_rule_state([ShardView(parts[0], None, own_shard(numbers, stored), memory=k)], step)
         for k in parts:
             self._apply(step.params[k], full, observer)
-        changed = momentum != before if isinstance(settings.retain, Tensor) else None
         # a matrix whose update is not finite is NaN throughout, and keeps weights and momentum
         if self.settings.guarded:
             keeps = ~own_shard(full, first.param).isfinite()  # in float16, what comes back may be infinite
-            momentum, changed = torch.where(keeps, before, momentum), ~keeps if changed is None else changed & ~keeps
-        if first.blocks is None:
-            local_part(first.momentum).copy_(momentum)
-        else:
-            store_scales([BlockMaxima.of([first], momentum, changed)])
-            replace(whole_momentum(first), old_scales=first.old_scales).store(momentum)
+            momentum = torch.where(keeps, before, momentum)
+        before.copy_(momentum)
 
     def _batch(self, step_param: StepParam, k: int, name: str) -> OrthoBatch:
         """All matrices of a part, eager."""
@@ -134,7 +127,7 @@ class ReferenceExecutor(StepExecutor):
         _window(in_part, matrix_set).fill_(True)
         with observer.phase("scatter"):
             rate = settings.rate * settings.adjust(*matrix_set.lr_shape)
-            decay, cautious, dtype = settings.decay, settings.cautious, _dtype_received(step_param)
+            decay, cautious, dtype = settings.decay, settings.cautious, step_param.comm_dtype.scatter
             if step_param.scales:
                 full, decay, rate, cautious, dtype = _scaled(step_param, full), 1.0, 1.0, False, step_param.update_dtype
             shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
@@ -150,16 +143,8 @@ class ReferenceExecutor(StepExecutor):
 
 def _round(stacked: Tensor, dtype: torch.dtype) -> None:
     """Replaces matrices by what arrives of them if they are sent in ``dtype``."""
-    if dtype == torch.int8:
-        round_to_int8(stacked)
-    elif dtype != stacked.dtype:
+    if dtype != stacked.dtype:
         stacked.copy_(stacked.to(dtype))
-
-
-def _dtype_received(step_param: StepParam) -> torch.dtype:
-    """The dtype of the updates that holders apply: that on the wire, unless they restore numbers from int8."""
-    scatter = step_param.comm_dtype.scatter
-    return step_param.update_dtype if scatter == torch.int8 else scatter
 
 
 def _scaled(step_param: StepParam, full: Tensor) -> Tensor:

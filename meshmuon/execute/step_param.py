@@ -18,7 +18,6 @@ from ..plan import BatchItem
 from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange
 from .elementwise import Elementwise
-from .int8_momentum import MomentumBlocks
 from .rounding import Elements
 from .settings import FULL_PRECISION, CommDtype
 from .update_rule import UpdateRule, may_fail, rule_memories
@@ -60,10 +59,6 @@ class StepParam:
     rule_state: Sequence[Tensor] = ()  # for each rule that remembers, its numbers, laid out like the parameter
     # key and count of the random bits of stochastic rounding; None for rounding to nearest
     counter: Tensor | None = None
-    momentum_scales: Tensor | None = None  # of momentum in int8; None for any other, and between steps
-    # on this rank, before the step, if new ``momentum_scales`` had to be found before all else
-    old_scales: Tensor | None = None
-    blocks: MomentumBlocks | None = None  # of momentum in int8
     # the elements of the whole parameter that this rank holds, hashed; None without a counter
     elements: Elements | None = None
 

@@ -16,7 +16,7 @@ from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
 from ..agree.state_presence import has_begun
 from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError
-from ..execute import CommDtype, CommDtypeLike, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
+from ..execute import CommDtypeLike, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
 from ..matrices import Conv, Split
 from ..metrics.meter import Meter
 from ..ortho import SchemeLike
@@ -256,8 +256,7 @@ class Muon(PreparedStep):
         Args:
             full: print a row for every parameter, also for those of similar layers.
         """
-        gathers_int8 = CommDtype.of(self._comm_dtype, torch.float32).gather == torch.int8
-        return build_routing_table(self._groups, full=full, gathers_int8=gathers_int8)
+        return build_routing_table(self._groups, full=full)
 
     def workspace_bytes(self) -> int:
         """Scratch memory held between steps, beside the state."""

@@ -34,7 +34,6 @@ from ..ortho.kernels.products import check_kernels
 from ..plan import REPLICA_OPTIONS, cost_model_from
 from .checks import (
     FLOAT_DTYPES,
-    STORED_DTYPES,
     Check,
     check_backend,
     check_betas,
@@ -257,9 +256,8 @@ _UPDATE = (
         "float16 "
         'parameters refuse ``"stochastic"``. See docs/optimizer.md.'
     ),
-    Option("momentum_dtype", None, _MUON, dtype_in(STORED_DTYPES, "must be a dtype of momentum"), _VALUE).with_help(
-        "Dtype of new momentum buffers; by default the dtype of the parameter. ``torch.int8`` keeps one scale for "
-        "every 128 elements of a row, and converts momentum that there is; see docs/optimizer.md."
+    Option("momentum_dtype", None, _MUON, dtype_in(FLOAT_DTYPES, "must be a dtype of momentum"), _VALUE).with_help(
+        "Dtype of new momentum buffers; by default the dtype of the parameter. Momentum that there is keeps its own."
     ),
     # QKClip checks it.
     Option("clip_config", None, _WHOLE, None).with_help(
@@ -281,10 +279,10 @@ _ENGINE = (
         "parameters."
     ),
     Option(
-        "comm_dtype", None, _WHOLE, dtype_in(STORED_DTYPES, "must be a dtype for the wire", pairs=True), _PLAN
+        "comm_dtype", None, _WHOLE, dtype_in(FLOAT_DTYPES, "must be a dtype for the wire", pairs=True), _PLAN
     ).with_help(
         "Dtype on the wire, or a pair: to the owners, and back. By default bfloat16 between GPUs, float32 elsewhere, "
-        "float64 for float64 parameters. ``torch.int8`` rounds in blocks of 128 elements; see docs/distributed.md."
+        "float64 for float64 parameters; see docs/distributed.md."
     ),
     Option("replica_group", None, _WHOLE, of_value(check_replica_group), _PLAN).with_help(
         "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."

@@ -39,7 +39,6 @@ class GroupRecipe(NamedTuple):
     matrix_options: MatrixOptions | None = None
     compute_dtype: torch.dtype | None = None
     rounding: str = "nearest"
-    int8_momentum: bool = False
 
     @classmethod
     def of(cls, group: ParamGroup) -> GroupRecipe:
@@ -47,8 +46,7 @@ class GroupRecipe(NamedTuple):
         if not group["use_muon"]:
             return cls(rounding=group["rounding"])
         scheme, rules = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rules(group["rule"])
-        in_int8 = group["momentum_dtype"] == torch.int8
-        return cls(scheme, rules, matrix_options_of(group), group["compute_dtype"], group["rounding"], in_int8)
+        return cls(scheme, rules, matrix_options_of(group), group["compute_dtype"], group["rounding"])
 
 
 class ParamLocation(NamedTuple):
@@ -93,7 +91,6 @@ class ParamRecord:
     compute_dtype: torch.dtype  # of the products
     comm_dtype: CommDtype  # on the wire
     update_dtype: torch.dtype  # in which the update is formed
-    int8_momentum: bool = False  # whether its momentum is kept in int8
 
     @classmethod
     def of(
@@ -124,9 +121,7 @@ class ParamRecord:
         between_gpus = place.work_device.type == "cuda" and update_dtype != torch.float64
         on_wire = CommDtype.of(comm_dtype, torch.bfloat16 if between_gpus else update_dtype)
         how = recipe.scheme, recipe.rules, compute_dtype, on_wire, update_dtype
-        return cls(
-            name, group_index, group, param, shape, *place, matrix_sets, *how, int8_momentum=recipe.int8_momentum
-        )
+        return cls(name, group_index, group, param, shape, *place, matrix_sets, *how)
 
 
 def named_params(groups: Sequence[ParamGroup]) -> Iterator[tuple[str, Tensor]]:

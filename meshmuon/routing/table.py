@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -15,12 +14,12 @@ from ..matrices import MatrixSet, entry_of, find_matrices, keys_of, with_stars, 
 from ..models import LOOKS_FUSED, LORA_FACTOR, UNKNOWN_STACK, is_table_name, looks_fused_name, name_parts
 from ..ortho import default_compute_dtype, fallback_reason, resolve_scheme
 from ..params.checks import nearest
-from ..params.dtensors import as_dtensor, layout_text, own_layout
+from ..params.dtensors import as_dtensor, layout_text
 from ..params.groups import matrix_options_of, rounds_stochastically
 from ..params.lr import AdjustLR, lr_factor, update_rms
 from ..params.option_table import ParamGroup
 from ..params.rules import Hyperball, chain_of, resolve_rules
-from ..plan import BLOCK, layout_cuts_blocks, table
+from ..plan import table
 
 _ADAMW_RMS = 0.2  # RMS of an AdamW update at lr 1 in long training, which match_rms_adamw reproduces (arXiv:2502.16982)
 _TOO_LARGE_FOR_MATCH_RMS = 0.02
@@ -90,11 +89,8 @@ class RoutingTable:
         return "\n".join([table(head[:shown], rows), *remarks])
 
 
-def build_routing_table(
-    param_groups: Sequence[ParamGroup], first: int = 0, *, full: bool = False, gathers_int8: bool = False
-) -> RoutingTable:
+def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0, *, full: bool = False) -> RoutingTable:
     """The routing table of the param groups from ``first`` on, out of all groups of an optimizer."""
-    cut: list[str] = []
     rows: list[RoutingRow] = []
     warnings: list[str] = []
     notes: list[str] = []
@@ -111,20 +107,12 @@ def build_routing_table(
             )
             why = _reason_of(name, param_group)
             rows.append(_row(name, param, param_group, matrix_sets, why))
-            if gathers_int8 and (layout := own_layout(param)[0]) is not None and matrix_sets:
-                cut += [name] if any(map(partial(layout_cuts_blocks, layout), matrix_sets)) else []
             doubt = _doubt(name, matrix_sets, why)
             if doubt:
                 doubts.setdefault((doubt, _kind_of(name)), []).append(name)
     for (doubt, _), (name, *others) in doubts.items():
         warnings.append(f"{name}{f' (and {len(others)} more of its kind)' if others else ''} {doubt}")
     warnings += _unused_entries(shown_groups, param_groups) + _rounding_warnings(shown_groups)
-    if cut:
-        beside = f" (and {len(cut) - 1} more)" if len(cut) > 1 else ""
-        notes.append(
-            f"{cut[0]}{beside}: gathered unrounded, since its shards cut blocks of int8. Shard rows, or columns at "
-            f"multiples of {BLOCK}, to send half of bfloat16's bytes."
-        )
     return RoutingTable(tuple(rows), tuple(warnings), (*notes, *_notes(rows)), full)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +26,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from meshmuon import CostModel, Hyperball, Interleaved, Muon, UpdateFloor
 from meshmuon.agree import planned_set
 from meshmuon.agree.node_view import RANKS_PER_NODE
-from meshmuon.execute import int8
 from meshmuon.optim import collect, nonfinite
 from meshmuon.params.rules import resolve_rules
 from meshmuon.plan import NO_WAVE, Calibration, LinkRate, Plan, PlannedParam, PlanOptions, Rate, choose_plan
@@ -57,13 +55,6 @@ R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 STRIDED = _StridedShard(0, split_factor=2)
 GENERATE = (Phase.explicit, Phase.reuse, Phase.generate)
 Drawn = tuple[Case, Layouts, bool]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks() -> Iterator[None]:
-    """Rows of momentum in int8 have several blocks, which layouts cut."""
-    with patch.object(int8, "BLOCK", 4):
-        yield
 
 
 def run_case(

@@ -166,7 +166,6 @@ GUARDED: dict[str, tuple[Layout, dict[str, Any]]] = {
         {"cautious_weight_decay": True, "momentum_dtype": torch.bfloat16},
     ),
     "the reference path": (LAYOUTS["TP×FSDP"], {"use_distributed_muon": True}),
-    "int8 momentum, a rank with scales only": (Layout(4, (S1,)), {"momentum_dtype": torch.int8}),
     "DistMuon": (Layout(2, None), {"kind": DistMuon}),
 }
 

@@ -56,7 +56,6 @@ def state_of(run: Run, k: int) -> list[Tensor]:
         {"nesterov": False},
         {"maximize": True},
         {"momentum_dtype": torch.bfloat16},
-        {"momentum_dtype": torch.int8},
         {"cautious_weight_decay": True},
         {"deterministic": True},
         {"lr": torch.tensor(0.02)},
@@ -65,7 +64,6 @@ def state_of(run: Run, k: int) -> list[Tensor]:
         {"dtype": torch.bfloat16, "rounding": "stochastic", "cautious_weight_decay": True},
         {"use_distributed_muon": True},
         {"use_distributed_muon": True, "dtype": torch.bfloat16, "momentum_dtype": torch.float32},
-        {"use_distributed_muon": True, "momentum_dtype": torch.int8},
     ],
     ids=str,
 )

@@ -118,16 +118,12 @@ def choice(*texts: str) -> Callable[[Any], bool]:
     return lambda value: type(value) is str and value in texts
 
 
-def dtype_or_none(value: Any) -> bool:
-    return value is None or value in (torch.float32, torch.bfloat16, torch.float64)
-
-
-def dtype_or_int8(value: Any) -> bool:
-    return not isinstance(value, (Tensor, np.ndarray)) and (value is torch.int8 or dtype_or_none(value))
+def dtype_of_floats(value: Any) -> bool:
+    return not isinstance(value, (Tensor, np.ndarray)) and value in (None, torch.float32, torch.bfloat16, torch.float64)
 
 
 def dtypes_on_the_wire(value: Any) -> bool:
-    return all(map(dtype_or_int8, value if type(value) in (tuple, list) and len(value) == 2 else [value]))
+    return all(map(dtype_of_floats, value if type(value) in (tuple, list) and len(value) == 2 else [value]))
 
 
 def pair(value: Any) -> bool:
@@ -165,8 +161,8 @@ GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "split": lambda value: value is None or (type(value) is int and value == 1),
     "matrices": lambda value: value is None or (isinstance(value, dict) and not value),
     "rounding": choice("nearest", "stochastic"),
-    "compute_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
-    "momentum_dtype": dtype_or_int8,
+    "compute_dtype": dtype_of_floats,
+    "momentum_dtype": dtype_of_floats,
     "rule": lambda value: isinstance(value, NorMuon) or choice("plain", "normuon", "muon_plus", "muoneq")(value),
 }
 OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {

@@ -127,9 +127,7 @@ OPTIONS = st.fixed_dictionaries(
         "memory_budget": st.one_of(st.just(64 * 2**20), st.integers(1, 2000)),
         "nesterov": st.booleans(),
         "scheme": st.sampled_from(["keller", "polar_express", "zolotarev", "hybrid", "halley"]),
-        "momentum_dtype": st.sampled_from(
-            [None, None, None, torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.int8]
-        ),
+        "momentum_dtype": st.sampled_from([None, None, None, torch.float32, torch.bfloat16, torch.float64]),
         "none_grad": st.booleans(),
         "rule": st.sampled_from(RULES),
         "adjust_lr_fn": st.sampled_from(["match_rms_adamw", "spectral"]),

@@ -182,10 +182,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     options = parser.add_argument_group("options of Muon")
     options.add_argument("--replicas", choices=("auto", "share", "repeat"), default="auto")
     options.add_argument(
-        "--comm-dtype", metavar="DTYPE", help="or two, such as bfloat16,int8 (default: bfloat16 on GPUs)"
+        "--comm-dtype", metavar="DTYPE", help="or two, such as float32,bfloat16 (default: bfloat16 on GPUs)"
     )
     options.add_argument("--param-dtype", choices=_DTYPES, default="float32", help="of the weights (default: float32)")
-    options.add_argument("--momentum-dtype", choices=(*_DTYPES, "int8"), help="default: that of the weights")
+    options.add_argument("--momentum-dtype", choices=_DTYPES, help="default: that of the weights")
     options.add_argument("--scheme", default="auto", choices=("auto", "polar_express", "keller", "zolotarev", "hybrid"))
     options.add_argument("--memory-budget", type=_amount, metavar="BYTES", help="such as 64M")
     options.add_argument("--warmup-step", type=int, metavar="N")

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...agree.local_planner import LocalPlanner, PlanSettings, Topology
 from ...device import memory_budget_for
 from ...errors import ConfigError
-from ...execute import CommDtypeLike, int8
+from ...execute import CommDtypeLike
 from ...layout import Layout, Mesh, Placement, ShardedMatrix, coordinates, length
 from ...matrices import MatrixOptions, check_matrices
 from ...ortho import Scheme, SchemeLike, resolve_scheme, scheme_for
@@ -293,18 +293,13 @@ def _memory(stage: StagePlan, machine: Machine, options: MuonOptions, muon: Tens
     memory = {
         "parameters": held * weight,
         "gradients": held * weight,
-        "momentum": muon * (options.momentum_dtype or options.param_dtype).itemsize + _scale_bytes(options, muon),
+        "momentum": muon * (options.momentum_dtype or options.param_dtype).itemsize,
         "adamw_state": adamw * _MOMENTS * weight,
         "exchange_buffers": torch.tensor([stage.plan.buffer_bytes(rank) for rank in stage.plan.ranks]),
         "scratch": _scratch(stage, options, options.batch_budget(machine)),
         "connections": torch.tensor(peers_of_step(stage.plan)) * machine.connection_bytes,
     }
     return {**memory, "total": torch.stack(list(memory.values())).sum(0), "adamw_alone": held * weight * (2 + _MOMENTS)}
-
-
-def _scale_bytes(options: MuonOptions, muon: Tensor) -> Tensor | int:
-    """Bytes of the scales of momentum in int8, as if every row were whole blocks."""
-    return -(-muon // int8.BLOCK) * int8.SCALE_BYTES if options.momentum_dtype == torch.int8 else 0
 
 
 def _local_sizes(stage: StagePlan, *, muon: bool) -> Tensor:
