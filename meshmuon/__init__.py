@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .matrices import Interleaved
     from .optim import DistMuon, Muon
     from .ortho import Scheme, Workspace, halley, hybrid, keller, orthogonalize, polar_express, zolotarev
-    from .params.rules import Hyperball, MuonEq, MuonPlus, NorMuon, UpdateFloor, UpdateRule, WeightNumbers
+    from .params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule
     from .plan import CostModel, Plan
     from .qk_clip.max_logits import MaxLogits
     from .routing.param_groups import get_default_muon_param_groups
@@ -46,7 +46,6 @@ __all__ = [
     "CostModel",
     "DistMuon",
     "GradientError",
-    "Hyperball",
     "InactiveWarning",
     "Interleaved",
     "KernelError",
@@ -71,9 +70,7 @@ __all__ = [
     "UnknownOptionError",
     "UnsupportedError",
     "UntestedTorchWarning",
-    "UpdateFloor",
     "UpdateRule",
-    "WeightNumbers",
     "Workspace",
     "clip_grad_norm_",
     "get_default_muon_param_groups",

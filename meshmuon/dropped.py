@@ -22,13 +22,23 @@ SAVED = {"expert_dims": "out_in"}
 flattens
 them, refuses a key that the optimizer's own state lacks."""
 
+_AT_OWNERS = (
+    "rules that see the weight come back with Hyperball, at the owner of a matrix and in ten lines of plain torch; "
+    "until then leave it out"
+)
+
 VALUES: dict[str, str] = {
     "comm_dtype=torch.int8": "write torch.bfloat16, which rounds less",
+    "rule=hyperball": _AT_OWNERS,
+    "rule=update_floor": _AT_OWNERS,
     "momentum_dtype=torch.int8": "write torch.bfloat16, or call turn_on_cpu_offload()",
 }
 """Value of an option that stays, as ``option=value`` → what to write instead."""
 
 NAMES: dict[str, str] = {
+    "Hyperball": _AT_OWNERS,
+    "UpdateFloor": _AT_OWNERS,
+    "WeightNumbers": _AT_OWNERS,
     "TorchMuon": 'Muon([{"params": matrices, "use_muon": True}], lr=lr, scheme=[(3.4445, -4.7750, 2.0315)], '
     'adjust_lr_fn="original") makes the same updates; convert_torch_state of meshmuon.checkpoint converts states.',
 }

@@ -72,3 +72,21 @@ def test_options_are_refused_in_param_groups_and_states() -> None:
         StateError, match=r"group 0 of the state_dict was saved with expert_dims='in_out': write matrices="
     ):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(("option", "value"), [("momentum_dtype", "torch.int8"), ("rule", "hyperball")])
+def test_states_that_were_saved_with_a_value_are_refused(option: str, value: str) -> None:
+    weight = Linear(16, 16).weight
+    optimizer = Muon([{"params": [weight], "names": ["w"], "use_muon": True}])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][option] = value
+    if option == "momentum_dtype":
+        state = saved["state"][0]
+        state |= {
+            "momentum_buffer": state["momentum_buffer"].to(torch.int8),
+            "momentum_scale": torch.ones(16, 1).bfloat16(),
+        }
+    with pytest.raises(StateError, match=f"^group 0 of the state_dict .*{option}={value} is gone: "):
+        optimizer.load_state_dict(saved)

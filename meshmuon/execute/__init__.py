@@ -14,5 +14,5 @@ from .step_param import (
     StepParam,
     StepSettings,
 )
-from .update_rule import RULE_STATE, UpdateRule, WeightNumbers, may_fail, rule_memories, scaled
+from .update_rule import RULE_STATE, UpdateRule, may_fail, rule_memories
 from .views import window_of

@@ -18,7 +18,6 @@ from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shards import MomentumViews, ShardView, UpdateViews
 from .wave import RankWave, Wave
-from .weight_sums import WeightSums, new_table
 from .wire_copies import Way, owned_batch, update_views, views_of
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
@@ -103,16 +102,13 @@ class RankProgramBuilder(ProgramBuilder):
     ) -> LocalBatch:
         """A batch with the place of its matrices in the parameters; with views of ``in_host`` where they are staged."""
         stacked = ortho_batch.stacked if in_host is None else in_host
-        shards, rule_state, stop, sums = list[ShardView](), [], 0, None
-        if self.template(batch).scales:
-            sums = WeightSums(new_table(batch_size(batch), stacked.device))
+        shards, rule_state, stop = list[ShardView](), [], 0
         for matrix_range in batch:
             start, stop = stop, stop + matrix_range.stop - matrix_range.start
-            of_range = self.shard_views(matrix_range, stacked[start:stop])
-            shards += of_range if sums is None else [replace(shard, rows=slice(start, stop)) for shard in of_range]
+            shards += self.shard_views(matrix_range, stacked[start:stop])
             for memory, of_batch in enumerate(ortho_batch.rule_state):
                 rule_state += self.rule_state_views(matrix_range, of_batch[start:stop], memory)
-        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.momentum_slot(slot), sums)
+        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.momentum_slot(slot))
         return LocalBatch(ortho_batch, MomentumViews(shards, self.step_params), updates, rule_state, frees)
 
     def _staged_batch(self, batch: MatrixBatch, number: int, frees: Sequence[int]) -> StagedBatch:

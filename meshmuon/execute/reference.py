@@ -27,7 +27,6 @@ from .rounding import Elements
 from .shards import ShardView, grouped, store_rule_state
 from .step_param import UNOBSERVED, Observer, RunningStep, StepParam
 from .views import window_of
-from .weight_sums import Factors, add_products, new_table, sums_of
 
 
 class ReferenceExecutor(StepExecutor):
@@ -128,8 +127,6 @@ class ReferenceExecutor(StepExecutor):
         with observer.phase("scatter"):
             rate = settings.rate * settings.adjust(*matrix_set.lr_shape)
             decay, cautious, dtype = settings.decay, settings.cautious, step_param.comm_dtype.scatter
-            if step_param.scales:
-                full, decay, rate, cautious, dtype = _scaled(step_param, full), 1.0, 1.0, False, step_param.update_dtype
             shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
         with observer.phase("update"):
             local = local_part(step_param.param)
@@ -145,19 +142,6 @@ def _round(stacked: Tensor, dtype: torch.dtype) -> None:
     """Replaces matrices by what arrives of them if they are sent in ``dtype``."""
     if dtype != stacked.dtype:
         stacked.copy_(stacked.to(dtype))
-
-
-def _scaled(step_param: StepParam, full: Tensor) -> Tensor:
-    """What is to be subtracted from the whole weight: the update with the factors of rules that ask for numbers of
-    the weight.
-    """
-    matrix_set, full, weight = step_param.matrix_set, full.clone(), whole(step_param.param)
-    table, rows = new_table(matrix_set.count, full.device), slice(0, matrix_set.count)
-    weights, updates = _window(weight, matrix_set), _window(full, matrix_set)
-    add_products(table, weights, updates)
-    factors = Factors.of(step_param, sums_of(table))
-    updates.copy_(factors.change(weights, updates, rows, step_param.settings, step_param.update_dtype))
-    return full
 
 
 def _elements(step_param: StepParam) -> Elements:

@@ -8,7 +8,7 @@ element that a rank holds is in one ``MomentumViews`` and in one ``UpdateViews``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -22,7 +22,6 @@ from .elementwise import OldMomenta
 from .rounding import RoundingScratch
 from .step_param import MatrixKey, RunningStep, StepParam
 from .views import Cut, cut_out
-from .weight_sums import Factors, WeightSums, sums_of
 
 _T = TypeVar("_T")
 NONE_FAILED: frozenset[MatrixKey] = frozenset()
@@ -42,8 +41,6 @@ class ShardView:
     matrix: int = 0  # number of its matrix in the whole parameter; of the first one, if it has several
     gradient: Tensor | None = None  # of these elements, where it is not in the gradient of the parameter
     memory: int = 0  # of rule state: which of the rules that remember has it
-    rows: slice | None = None  # its matrices in the ``WeightSums``; None if its rules do not ask for any
-    counted: bool = True  # whether this rank adds it up there, and not another one that holds a replica
 
     def of(self, tensor: Tensor) -> Tensor:
         """A view of these elements in ``tensor``, which has the shape of the parameter's local tensor."""
@@ -113,7 +110,6 @@ class UpdateViews:
         step_params: Sequence[StepParam],
         scratch: RoundingScratch | None = None,
         slot: int | None = None,
-        sums: WeightSums | None = None,
     ) -> None:
         def kind(shard: ShardView) -> Hashable:
             step_param = step_params[shard.part_index]
@@ -121,10 +117,7 @@ class UpdateViews:
 
         self._groups = grouped(shards, kind)
         self._scratch = RoundingScratch() if scratch is None else scratch
-        self._slot, self._sums = slot, sums
-        if sums is not None:  # tries out ``scale`` of the rules
-            for group in self._groups:
-                Factors.of(step_params[group[0].part_index], torch.ones_like(sums_of(sums.table)))
+        self._slot = slot
         sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
         for shard in shards if slot is not None else ():
             if (momentum := step_params[shard.part_index].momentum_buffer) is not None:
@@ -156,9 +149,6 @@ class UpdateViews:
 
         With ``old_momenta``, matrices whose update is not finite keep weights and momentum.
         """
-        if self._sums is not None and self._sums.reduced_on is None:
-            self.add_products(step)
-        sums = None if self._sums is None or step.only_compiles else sums_of(self._sums.table)
         for number, group in enumerate(self._groups):
             shards, of_group = _without(group, step.idle, failed), None if old_momenta is None else old_momenta[number]
             if not shards:
@@ -172,41 +162,16 @@ class UpdateViews:
                 if first.counter is None
                 else [step.params[shard.part_index].counted(shard.cut) for shard in shards]
             )
-            weights, updates = _weights(shards, step), [shard.view for shard in shards]
-            decay, rate, cautious = settings.decay, settings.rate * factor, settings.cautious
-            if sums is not None and shards[0].rows is not None:
-                factors, dtype = Factors.of(first, sums), first.update_dtype
-                updates = [
-                    factors.change(weight, update, shard.rows, settings, dtype)
-                    for weight, update, shard in zip(weights, updates, shards, strict=True)
-                    if shard.rows is not None
-                ]
-                decay, rate, cautious = 1.0, 1.0, False
             step.elementwise.apply(
-                weights,
-                updates,
-                decay,
-                rate,
-                cautious=cautious,
+                _weights(shards, step),
+                [shard.view for shard in shards],
+                settings.decay,
+                settings.rate * factor,
+                cautious=settings.cautious,
                 counters=counters,
                 scratch=self._scratch,
                 old_momenta=of_group,
             )
-
-    def add_products(self, step: RunningStep) -> bool:
-        """Adds up what rules ask for, as far as this rank has it. Returns whether ``reduce_tables`` must run before
-        ``apply``.
-        """
-        if self._sums is None or step.only_compiles:
-            return False
-        return self._sums.add_up(self._products(step), step)
-
-    def _products(self, step: RunningStep) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """What ``WeightSums.add_up`` takes, one group after the other."""
-        for group in self._groups:
-            counted = [shard for shard in _without(group, step.idle) if shard.rows and shard.counted]
-            weights = _weights(counted, step)
-            yield from ((shard.rows, w, shard.view) for shard, w in zip(counted, weights, strict=True) if shard.rows)
 
 
 def load_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:

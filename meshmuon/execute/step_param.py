@@ -96,11 +96,6 @@ class StepParam:
         return may_fail(self.scheme, self.rules)
 
     @property
-    def scales(self) -> bool:
-        """Whether a rule of it asks for numbers of the weight."""
-        return any(hasattr(rule, "scale") for rule in self.rules)
-
-    @property
     def memories(self) -> dict[str, bool]:
         """``rule_memories`` of its rules."""
         return rule_memories(self.rules, self.matrix_set.lr_shape)
@@ -188,8 +183,6 @@ class RunningStep:
     ready: Mark = None  # where the main stream has all gradients
     failures: list[Exception] = field(default_factory=list)  # errors so far on this rank, for the end of the step
     only_compiles: bool = False  # nothing is exchanged, orthogonalised, written or freed
-    # ``WeightSums.table``, and where ranks add it up
-    unreduced: list[tuple[Tensor, torch.device]] = field(default_factory=list)
     # if updates are guarded, what this rank has orthogonalised
     checked: list[CheckedUpdates] = field(default_factory=list)
 

@@ -1,8 +1,8 @@
 """One wave on one rank: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates.
 
 ``Wave.run`` is the whole way in reading order. It is a generator that yields twice, after each of its two exchanges has
-started, so that other waves can work meanwhile; once more if it sends its results in a turn of their own, and if rules
-ask for sums over weights. A matrix that is whole on its rank needs no exchange: ``local_batch.py``.
+started, so that other waves can work meanwhile; once more if it sends its results in a turn of their own. A matrix that
+is whole on its rank needs no exchange: ``local_batch.py``.
 """
 
 from __future__ import annotations
@@ -95,12 +95,8 @@ class Wave:
                     self.stage.to_host()
                 failed = self._failed_anywhere(step) if self.fallible else NONE_FAILED
             with observer.phase("update"):
-                asks = self.update_views.add_products(step)
-        if asks:
-            yield
-        with streams.on_side_stream(step.ready), observer.phase("update"):
-            restore(fallible_momenta, failed)
-            self.update_views.apply(step, failed, old_momenta)
+                restore(fallible_momenta, failed)
+                self.update_views.apply(step, failed, old_momenta)
 
     def _failed_anywhere(self, step: RunningStep) -> frozenset[MatrixKey]:
         """The matrices of the wave that have failed at their owners. All ranks keep the same error of them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -16,7 +15,6 @@ from .program_builder import MatrixBatch, ProgramBuilder
 from .rounding import RoundingScratch
 from .shards import ShardView, UpdateViews
 from .wave import CopyPairs, OwnedBatch
-from .weight_sums import WeightSums, new_table
 
 Places: TypeAlias = "Sequence[tuple[PlacedTransfers, Tensor]]"
 """Where pieces are in buffers."""
@@ -89,17 +87,9 @@ def _views(places: PlacedPieces, stacked: Tensor) -> tuple[list[Tensor], list[Te
 
 
 def update_views(builder: ProgramBuilder, wave: int, views: PieceViews) -> UpdateViews:
-    """The views of a wave's updates. The table of sums has a row for each of its tasks whose rules ask for them."""
-    tasks = (
-        t for t, task in enumerate(builder.plan.tasks) if task.wave == wave and builder.step_params[task.param].scales
+    """The views of a wave's updates."""
+    shards = [shard for _, of_piece in views for shard in of_piece]
+    scratch = RoundingScratch(builder.workspace, "rounding beside")
+    return UpdateViews(
+        shards, builder.step_params, scratch, builder.momentum_slot(wave % builder.plan.options.in_flight)
     )
-    rows, shards = {task: row for row, task in enumerate(tasks)}, list[ShardView]()
-    for transfer, of_piece in views:
-        if (row := rows.get(transfer.task)) is not None:
-            holdings = builder.plan.tasks[transfer.task].sharded.holdings
-            counted = builder.rank == next(rank for rank in transfer.piece.holders if rank in holdings)
-            of_piece = [replace(shard, rows=slice(row, row + 1), counted=counted) for shard in of_piece]
-        shards += of_piece
-    template, slot = builder.lane_template(wave), builder.momentum_slot(wave % builder.plan.options.in_flight)
-    sums = WeightSums(new_table(len(rows), template.param.device), template.work_device) if rows else None
-    return UpdateViews(shards, builder.step_params, RoundingScratch(builder.workspace, "rounding beside"), slot, sums)

@@ -243,8 +243,7 @@ _UPDATE = (
         "rule", "plain", _MUON, of_value(check_rule), _PLAN, lambda rule: chain_of(rule) or rule, defines_matrices=True
     ).with_help(
         'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, '
-        '``"hyperball"``, ``"update_floor"``, an object with the methods of ``UpdateRule``, or a list of these, applied in its '
-        "order; see docs/rules.md."
+        "an object with the methods of ``UpdateRule``, or a list of these, applied in its order; see docs/rules.md."
     ),
     Option("cautious_weight_decay", False, _MUON, check_flag, _VALUE).with_help(
         "Decays only those elements of Muon's parameters that the update does not push away from zero; see "

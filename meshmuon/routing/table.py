@@ -18,7 +18,7 @@ from ..params.dtensors import as_dtensor, layout_text
 from ..params.groups import matrix_options_of, rounds_stochastically
 from ..params.lr import AdjustLR, lr_factor, update_rms
 from ..params.option_table import ParamGroup
-from ..params.rules import Hyperball, chain_of, resolve_rules
+from ..params.rules import chain_of
 from ..plan import table
 
 _ADAMW_RMS = 0.2  # RMS of an AdamW update at lr 1 in long training, which match_rms_adamw reproduces (arXiv:2502.16982)
@@ -150,8 +150,6 @@ def _row(name: str, param: Tensor, param_group: ParamGroup, matrix_sets: Sequenc
 
 def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
     lr, rule = float(param_group["lr"]), param_group["adjust_lr_fn"]
-    if any(isinstance(each, Hyperball) for each in resolve_rules(param_group["rule"])):
-        return []  # it does not use adjust_lr_fn
     if rule == "match_rms_adamw" and lr >= _TOO_LARGE_FOR_MATCH_RMS:
         return [
             f'group {index}: lr={lr:g} with adjust_lr_fn="match_rms_adamw" moves entries by {0.2 * lr:g} a step. This rule takes '
@@ -180,13 +178,7 @@ def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
 
 def _rule_note(index: int, param_group: ParamGroup) -> list[str]:
     names = [rule if isinstance(rule, str) else type(rule).__name__ for rule in chain_of(param_group["rule"]) or ()]
-    notes = [f"group {index} has the rules {', '.join(names)}, in this order."] if names else []
-    if any(isinstance(rule, Hyperball) for rule in resolve_rules(param_group["rule"])):
-        lr = float(param_group["lr"])
-        notes.append(
-            f"group {index}: Hyperball moves each matrix by {lr:g} of its norm a step, whatever the table says of it."
-        )
-    return notes
+    return [f"group {index} has the rules {', '.join(names)}, in this order."] if names else []
 
 
 def _notes(rows: Sequence[RoutingRow]) -> tuple[str, ...]:
