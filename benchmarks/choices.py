@@ -84,7 +84,7 @@ def by_hand(options: MuonOptions, usual: int, *, replicated: bool) -> Iterator[t
         budget = int(factor * usual)
         yield f"memory_budget={budget >> 20}M", replace(options, memory_budget=budget)
     for ahead in (1, 3, 8, 11):
-        yield f"waves_ahead={ahead}", replace(options, waves_ahead=ahead)
+        yield f"warmup_step={ahead}", replace(options, warmup_step=ahead)
     yield "no relays", replace(options, max_peers=None)
 
 

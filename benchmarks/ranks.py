@@ -112,7 +112,7 @@ def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]], rates: C
     if layout.data_parallel:
         ours: Muon = DistMuon(groups, adjust_lr_fn="match_rms_adamw", **options)
     else:
-        ours = Muon(groups, reference_path=name == REFERENCE, cost_model=rates, **options)
+        ours = Muon(groups, use_distributed_muon=name == REFERENCE, cost_model=rates, **options)
     return Runner(params, Step(ours.step, fresh_gradients), ours)
 
 

@@ -1,9 +1,9 @@
 """A sharded optimizer step over gloo processes: meshmuon beside the naive way, on five kinds of layouts.
 
 The naive way is what a user would write: the whole of every update on every rank, torch.optim.Muon's Newton–Schulz in
-float32 there, and the own shard of the result. ``reference`` is ``reference_path=True``. For DistMuon the naive way
-averages all gradients on all ranks and computes everything everywhere. Contenders take turns; figures are ratios of one
-run, round by round.
+float32 there, and the own shard of the result. ``reference`` is ``use_distributed_muon=True``. For DistMuon the naive
+way averages all gradients on all ranks and computes everything everywhere. Contenders take turns; figures are ratios of
+one run, round by round.
 
 With more ranks than cores, ranks take turns on a core: the naive way then pays for every rank's repeated work, as it
 does in energy on a real cluster, but time hidden behind other work cannot be told from time in which another rank had

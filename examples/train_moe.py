@@ -34,7 +34,6 @@ from torch.nn import functional as F
 from demo import options
 from demo.data import TrainBatches
 from demo.model import GPT, ModelConfig, init_weights
-from demo.optimizers import wire_options
 from demo.processes import Runtime, joined, mean
 from demo.train import SCHEDULES, NonFiniteLossError, lr_scale, validation_loss
 from meshmuon import Muon, get_default_muon_param_groups
@@ -183,9 +182,9 @@ def _shard_experts(module: Experts, mesh: DeviceMesh, dim: int) -> None:
     fully_shard(module, mesh=mesh["efsdp"], shard_placement_fn=lambda _: Shard(dim))
 
 
-def build_optimizer(model: nn.Module, lr: float, wire: str | None) -> Muon:
+def build_optimizer(model: nn.Module, lr: float) -> Muon:
     """Muon for every matrix, each expert's own included; AdamW for the rest."""
-    return Muon(get_default_muon_param_groups(model, expert_keys=("experts",)), lr=lr, **wire_options(wire))
+    return Muon(get_default_muon_param_groups(model, expert_keys=("experts",)), lr=lr)
 
 
 def train(
@@ -238,7 +237,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--lr", type=number(0), default=1e-2, help="peak learning rate")
     result.add_argument("--schedule", choices=SCHEDULES, default="constant", help="lr decay")
     result.add_argument("--warmup-steps", type=whole(0), default=0, help="steps of lr warm-up")
-    options.add_wire_option(result)
     result.add_argument("--seed", type=whole(0), default=0, help="seed of the weights and the data order")
     result.add_argument("--data", type=Path, help="folder of .py files (default: Python's standard library)")
     result.add_argument(
@@ -276,7 +274,7 @@ class Job:
         args, runtime = self.args, self.runtime
         model = build_model(self.config, args.experts, args.seed).to(runtime.device)
         shard(model, args.experts, runtime, args.ep)
-        optimizer = build_optimizer(model, args.lr, args.wire)
+        optimizer = build_optimizer(model, args.lr)
         lrs = [args.lr * lr_scale(step, args.steps, args.warmup_steps, args.schedule) for step in range(args.steps)]
         losses = train(model, optimizer, self.batches, lrs, runtime, report)
         return Trained(

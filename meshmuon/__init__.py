@@ -6,6 +6,8 @@ A public name is imported when it is first asked for, so that ``meshmuon --help`
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .dropped import refuse_name
+
 if TYPE_CHECKING:
     from .clipping.grad_norm import clip_grad_norm_, total_grad_norm
     from .errors import (
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
         UntestedTorchWarning,
     )
     from .matrices import Interleaved
-    from .optim import DistMuon, Muon, TorchMuon
+    from .optim import DistMuon, Muon
     from .ortho import Scheme, Workspace, halley, hybrid, keller, orthogonalize, polar_express, zolotarev
-    from .params.rules import Hyperball, MuonEq, MuonPlus, NorMuon, UpdateFloor, UpdateRule, WeightNumbers
+    from .params.rules import MuonEq, MuonPlus, NorMuon, UpdateRule
     from .plan import CostModel, Plan
     from .qk_clip.max_logits import MaxLogits
     from .routing.param_groups import get_default_muon_param_groups
@@ -44,7 +46,6 @@ __all__ = [
     "CostModel",
     "DistMuon",
     "GradientError",
-    "Hyperball",
     "InactiveWarning",
     "Interleaved",
     "KernelError",
@@ -65,14 +66,11 @@ __all__ = [
     "RoutingWarning",
     "Scheme",
     "StateError",
-    "TorchMuon",
     "TransportError",
     "UnknownOptionError",
     "UnsupportedError",
     "UntestedTorchWarning",
-    "UpdateFloor",
     "UpdateRule",
-    "WeightNumbers",
     "Workspace",
     "clip_grad_norm_",
     "get_default_muon_param_groups",
@@ -108,6 +106,7 @@ if not TYPE_CHECKING:  # which would take any name for a public one
                     return globals().setdefault(name, content[name])
             if name in globals():  # a module, which its import has put there
                 return globals()[name]
+            refuse_name(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

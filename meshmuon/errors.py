@@ -76,7 +76,7 @@ class RoutingWarning(UserWarning):
 
 
 class OptionNameWarning(UserWarning):
-    """An option was given by an older name that sounds like something else."""
+    """An option was given whose name sounds like something else."""
 
 
 class InactiveWarning(UserWarning):

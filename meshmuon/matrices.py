@@ -13,9 +13,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 from .errors import ConfigError, shown
 
 Conv: TypeAlias = Literal["flatten", "adamw"]
-ExpertDims: TypeAlias = Literal["out_in", "in_out"]
 CONV_OPTIONS = (None, *get_args(Conv))
-EXPERT_DIMS: tuple[str, ...] = get_args(ExpertDims)
+DIMS = ("out_in", "in_out")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -198,8 +197,6 @@ class MatrixOptions:
     expert_keys: tuple[str, ...] = ()  # what marks a 3-D parameter as a stack of independent expert matrices
     conv: str | None = None  # ``"flatten"`` makes any other parameter of more than two dims one (out, in·kernel) matrix
     split: Split | None = None  # how fused weights are cut along their output dim
-    # ``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out)
-    expert_dims: str = "out_in"
     matrices: Mapping[str, ParamMatrices] = field(default_factory=dict)  # by name; ``*`` stands for a number in a name
 
     def of_param(self, name: str) -> ParamMatrices:
@@ -259,11 +256,7 @@ def check_matrices(matrices: Any) -> dict[str, ParamMatrices]:
         for field_name, valid, expected in (
             ("experts", is_experts, "must be True, False or a number of blocks of rows"),
             ("flatten", isinstance(found.flatten, bool), "must be True or False"),
-            (
-                "dims",
-                isinstance(found.dims, str) and found.dims in EXPERT_DIMS,
-                f"is unknown; write one of {EXPERT_DIMS}",
-            ),
+            ("dims", isinstance(found.dims, str) and found.dims in DIMS, f"is unknown; write one of {DIMS}"),
         ):
             if not valid:
                 raise ConfigError(f"matrices[{name!r}]: {field_name}={shown(getattr(found, field_name))} {expected}.")
@@ -289,8 +282,6 @@ def check_matrix_options(options: MatrixOptions) -> None:
     """Refuses unknown values, and splits that no parameter can have."""
     if not isinstance(options.conv, str | None) or options.conv not in CONV_OPTIONS:
         raise ConfigError(f"conv={shown(options.conv)} is unknown; write one of {CONV_OPTIONS}.")
-    if not isinstance(options.expert_dims, str) or options.expert_dims not in EXPERT_DIMS:
-        raise ConfigError(f"expert_dims={shown(options.expert_dims)} is unknown; write one of {EXPERT_DIMS}.")
     if options.split is not None and not callable(options.split) and _interleaved(options.split) is None:
         _sizes("split", options.split, None)
 
@@ -344,7 +335,7 @@ def _before_split(name: str, shape: Sequence[int], options: MatrixOptions, known
             "model with FSDP2 instead (torch.distributed.fsdp.fully_shard), which keeps every matrix as it is."
         )
     if len(shape) == 3 and (known.experts or any(key in name for key in options.expert_keys)):
-        return MatrixSet(shape[0], shape[1], shape[2], stack_dims=1, flipped=flipped or options.expert_dims == "in_out")
+        return MatrixSet(shape[0], shape[1], shape[2], stack_dims=1, flipped=flipped)
     if known.flatten or options.conv == "flatten":
         return MatrixSet(1, shape[0], math.prod(shape[1:]), flipped=flipped)
     raise ConfigError(

@@ -78,7 +78,7 @@ def warn_if_untested() -> None:
     warnings.warn(
         f"meshmuon is tested with torch {OLDEST} to {NEWEST}, and this is torch {torch.__version__}. Sharded steps "
         "read private parts of DTensor, DeviceMesh and process groups, which this version may have changed: compare a "
-        "few steps with reference_path=True, which leaves layouts to torch, or use a tested version.",
+        "few steps with use_distributed_muon=True, which leaves layouts to torch, or use a tested version.",
         UntestedTorchWarning,
         stacklevel=2,
     )
@@ -475,17 +475,11 @@ def module_behind(parameters: Any) -> nn.Module | None:
     return whose if given["recurse"] else None
 
 
-def traced_class(module: nn.Module) -> str | None:
-    """The qualified name of the class that a module of ``torch.export.unflatten`` was traced from; None for other
-    modules.
-
-    Pipelining makes such modules. Where a version does not tell, they still have their graphs.
+def is_unflattened(module: nn.Module) -> bool:
+    """Whether ``torch.export.unflatten`` has made the module, which pipelining by tracing calls: its class is not
+    kept.
     """
-    if type(module).__name__ not in ("InterpreterModule", "UnflattenedModule", "InterpreterModuleDispatcher"):
-        return None
-    type_name: Any = getattr(module, "type_name", None)
-    name = type_name() if callable(type_name) else None
-    return name if isinstance(name, str) else None
+    return type(module).__name__ in ("InterpreterModule", "UnflattenedModule", "InterpreterModuleDispatcher")
 
 
 def device_has_foreach(device: torch.device) -> bool:

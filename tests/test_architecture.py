@@ -47,6 +47,7 @@ CORE = (
     "device",
     "torch_compat",
     "errors",
+    "dropped",
 )
 ROOMS = (*TOOLS, *CORE)
 PURE = {"plan", "layout", "matrices"}  # no tensors there

@@ -91,7 +91,7 @@ def test_outside_of_the_range_the_first_sharded_step_warns_once(
     assert step(nn.Parameter(torch.ones(4, 4))) == []  # needs nothing private
     (messages,) = tensors(world=1, grid=(1,), cut=lambda tensor, rank: step(nn.Parameter(tensor)))
     assert len(messages) == (0 if tested else 1)
-    assert all(version in message and "reference_path=True" in message for message in messages)
+    assert all(version in message and "use_distributed_muon=True" in message for message in messages)
     assert tensors(world=1, grid=(1,), cut=lambda tensor, rank: step(nn.Parameter(tensor))) == [[]]
 
 

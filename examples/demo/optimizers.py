@@ -7,10 +7,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from demo.health import EVERY
 from demo.model import GPT
@@ -59,19 +57,6 @@ CLIP_RUNS = ("unclipped", "clipped")
 TITLES = {name: contender.title for name, contender in CONTENDERS.items()}
 
 
-WIRES: Mapping[str, Any] = {
-    "bfloat16": torch.bfloat16,
-    "bfloat16-int8": (torch.bfloat16, torch.int8),
-    "int8": torch.int8,
-}
-"""Dtypes on the wire: one for both ways, or to the owners and back."""
-
-
-def wire_options(wire: str | None) -> dict[str, Any]:
-    """Muon's options for a wire of `WIRES`. One process sends nothing; its reference path rounds as if it did."""
-    return {} if wire is None else {"comm_dtype": WIRES[wire], "reference_path": not dist.is_initialized()}
-
-
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     """Hyperparameters of all contenders.
@@ -91,8 +76,6 @@ class OptimizerConfig:
     rule: RuleName = "plain"
     cautious: bool = False
     rounding: Rounding = "nearest"
-    wire: str | None = None
-    momentum_dtype: str | None = None
     qk_threshold: float | None = None
 
 
@@ -133,8 +116,6 @@ def _muon(contender: Contender, model: GPT, config: OptimizerConfig) -> Muon:
             rule=config.rule,
             cautious_weight_decay=config.cautious,
             rounding=config.rounding,
-            momentum_dtype=None if config.momentum_dtype is None else getattr(torch, config.momentum_dtype),
             clip_config=clip_config,
             metrics=EVERY,
-            **wire_options(config.wire),
         )

@@ -12,13 +12,12 @@ import torch
 
 from demo.data import Corpus, TrainBatches, default_source_root, load_corpus
 from demo.model import MLP_KINDS, WEIGHTS, ModelConfig
-from demo.optimizers import CLIP_RUNS, OPTIMIZERS, WIRES, OptimizerConfig
+from demo.optimizers import CLIP_RUNS, OPTIMIZERS, OptimizerConfig
 from demo.processes import Runtime, launched
 from demo.train import SCHEDULES, TrainConfig
 
 SCHEMES = ("auto", "polar_express", "keller", "zolotarev", "hybrid", "halley")
 ROUNDINGS = ("nearest", "stochastic")
-MOMENTUM_DTYPES = ("float32", "bfloat16", "int8")
 RULES = ("plain", "normuon", "muon_plus", "muoneq")
 ADAMW_LR, ADAMW_WEIGHT_DECAY = 2e-3, 1.0
 # Without QK-norm and at four times the best lr of the sweep, logits pass the threshold in the first 30 steps and
@@ -215,21 +214,6 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         default=ROUNDINGS[0],
         help="how meshmuon rounds --weights bfloat16 after a step",
     )
-    add_wire_option(group)
-    group.add_argument(
-        "--momentum-dtype", choices=MOMENTUM_DTYPES, help="of meshmuon's momentum (default: that of the weights)"
-    )
-
-
-def add_wire_option(group: argparse._ActionsContainer) -> None:
-    """In which dtypes matrices travel."""
-    group.add_argument(
-        "--wire",
-        choices=tuple(WIRES),
-        help="dtype in which meshmuon sends matrices, or two: to their owners and back (default: meshmuon's own); one "
-        "process "
-        "rounds as if it sent",
-    )
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
@@ -282,8 +266,6 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         rule=args.rule,
         cautious=args.cautious,
         rounding=args.rounding,
-        wire=args.wire,
-        momentum_dtype=args.momentum_dtype,
         qk_threshold=getattr(args, "qk_threshold", None),  # the sweep has no such flag
     )
 

@@ -45,11 +45,9 @@ def owner_assignments(plan: Plan) -> tuple[tuple[str, str], ...]:
 def recipe_text(record: ParamRecord, dtype: torch.dtype) -> str:
     """How matrices of a parameter are computed: scheme, dtype and update rule. It is part of the plan's digest."""
     rules = "".join(f", {_stable_text(rule)}" for rule in record.rules)
-    norm_floor = record.scheme.norm_floor if isinstance(record.scheme, Scheme) else 0
-    floor = f", norms of at least {norm_floor:g}" if norm_floor else ""
     by_units = dtype == torch.bfloat16 and record.work_device.type == "cpu" and record.compute_dtype is None
     units = BY_UNITS if by_units or is_mixed(record.scheme, dtype, record.work_device) else ""
-    return f"{_scheme_text(record.scheme)} in {str(dtype).removeprefix('torch.')}{units}{rules}{floor}"
+    return f"{_scheme_text(record.scheme)} in {str(dtype).removeprefix('torch.')}{units}{rules}"
 
 
 def _stable_text(value: object) -> str:

@@ -43,7 +43,6 @@ class Note:
     place: Place = _ALONE
     # what the rank knows of nodes; the first note of ranks that disagree has nothing else
     node_view: NodeView | None = None
-    zeros: tuple[tuple[int, int], ...] = ()  # ``ZeroMatrices.found``
     state: str = ""  # one letter per parameter, ABSENT, PRESENT or ELSEWHERE: "110-"
 
 

@@ -20,9 +20,7 @@ from ..ortho import expected_flops
 from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica_ranks, replicated_layout, siblings
 from ..params.param_record import ParamIndex, ParamRecord
 from ..plan import (
-    BY_OWNER,
     DEFAULT_IN_FLIGHT,
-    INT8,
     NO_WAVE,
     Calibration,
     CostModel,
@@ -35,7 +33,6 @@ from ..plan import (
     Wire,
     choose_plan,
     cost_model_for,
-    layout_cuts_blocks,
     machine_like,
     make_plan,
 )
@@ -331,9 +328,7 @@ class LocalPlanner:
     def _planned_param(self, record: ParamRecord, matrix_set: MatrixSet, layouts: tuple[Layout, ...]) -> PlannedParam:
         ranks, rows, cols = self._topology.ranks, matrix_set.rows, matrix_set.cols
         compute_dtype = record.compute_dtype_of(matrix_set)
-        gathers_int8 = record.comm_dtype.gather.itemsize == INT8
-        by_owner = gathers_int8 and any(layout_cuts_blocks(layout, matrix_set) for layout in layouts)
-        itemsize = (record.update_dtype if by_owner else record.comm_dtype.gather).itemsize
+        gather, scatter = (dtype.itemsize for dtype in record.comm_dtype)
         # A private parameter is planned as replicated over all ranks. It is then whole, so it stays on this rank, and
         # it costs nothing in the balance. Reports count it on every rank, as if each had one like it. Replicas share
         # what code of the user computes: if it fails on one rank, none of them is stepped, and they stay equal.
@@ -341,11 +336,9 @@ class LocalPlanner:
             name=record.name,
             layouts=layouts or (replicated_layout(record.shape, ranks),),
             stack_dims=matrix_set.stack_dims,
-            lane=(_places(record), str(record.comm_dtype) + (BY_OWNER if by_owner else ""), str(record.update_dtype)),
-            itemsize=itemsize,
-            itemsize_back=None
-            if record.comm_dtype.scatter.itemsize == itemsize
-            else record.comm_dtype.scatter.itemsize,
+            lane=(_places(record), str(record.comm_dtype), str(record.update_dtype)),
+            itemsize=gather,
+            itemsize_back=None if scatter == gather else scatter,
             flops=expected_flops(rows, cols, record.scheme, self._settings.form, compute_dtype, record.work_device),
             share=True if record.mesh is None or may_fail(record.scheme, record.rules) else None,
             private=not layouts and len(ranks) > 1,  # on a single rank nothing is compared, so nothing is left out

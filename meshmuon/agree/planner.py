@@ -36,7 +36,6 @@ from .local_planner import LocalPlanner, PlanSettings, Topology, fingerprint_of
 from .node_view import NodeView, settled_nodes
 from .planned_set import NOT_PLANNED
 from .step_decision import Activity, RankStatus, StepDecision
-from .zero_matrices import ZeroMatrices
 
 _FAILED, _READY = -1, 1  # what a rank votes instead of a fingerprint, which is 0 or more
 
@@ -96,7 +95,6 @@ class Planner:
         self._node_view: NodeView | None = None  # what this rank knows of the nodes of the ranks that agree
         self._on_meshes = False  # whether any parameter is on a mesh
         self._topology: Topology  # of the ranks that the parameters connect
-        self._zeros: ZeroMatrices  # in this step
         self._local: LocalPlanner | None = None  # None if the parameters could not be planned
 
     @property
@@ -237,7 +235,6 @@ class Planner:
                 local.check_shards()
                 self._local = local
             self._local.propose(status.has_grad)
-            self._zeros = ZeroMatrices(status, () if self._agreement is None else self._local.shared)
 
     def _vote(self, status: RankStatus, failure: KeptError) -> Vote:
         """What this rank is about to do. A single rank compares nothing."""
@@ -255,7 +252,7 @@ class Planner:
         identity = pairing if pairing.shared_id else (pairing.steps, *place_of(self._optimizer()))
         # Of all votes only the first after loading reads the state, which waits for the device.
         progress = () if pairing.shared_id else status.presence.progress(self._local_planner.shared)
-        return fingerprint_of((*self._local_planner.compared(status), identity, nodes, progress, self._zeros.compared))
+        return fingerprint_of((*self._local_planner.compared(status), identity, nodes, progress))
 
     # What the ranks do together.
 
@@ -306,9 +303,7 @@ class Planner:
         """Gathers every rank's view of the step; raises where ranks step other optimizers, parameters or
         hyperparameters.
         """
-        note = replace(
-            local.note(status), zeros=self._zeros.found, pairing=self._pairing, place=place_of(self._optimizer())
-        )
+        note = replace(local.note(status), pairing=self._pairing, place=place_of(self._optimizer()))
         notes = agreement.all_gather_objects(note)
         if (mixed_up := other_optimizer(notes)) is not None:
             # This call is not counted: it will be repeated in the right order.
@@ -344,7 +339,6 @@ class Planner:
             return agreement.all_gather_objects(tuple(k for k in kept if status.presence.begun(local.shared[k])))
 
         raise_lost_state(names, notes, gather_begun, kept_by_owners=not self._reduced)
-        self._zeros.refuse((note.zeros for note in notes.values()), agreement.all_gather_objects)
         idle_steps = [note.idle_steps for note in notes.values()]
         failure = KeptError()
         with failure:  # the other ranks wait for this rank's note

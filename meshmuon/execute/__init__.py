@@ -3,7 +3,6 @@
 from .data_parallel import DataParallelExecutor
 from .elementwise import Elementwise
 from .executor import Executor, StepExecutor
-from .int8_momentum import Int8Momentum, MomentumBlocks
 from .reference import ReferenceExecutor
 from .rounding import RandomWords, RoundingScratch, advance_counters, chunks_of, elements_held, round_stochastically
 from .settings import CommDtype, CommDtypeLike, ExecutorSettings
@@ -15,5 +14,5 @@ from .step_param import (
     StepParam,
     StepSettings,
 )
-from .update_rule import RULE_STATE, UpdateRule, WeightNumbers, may_fail, rule_memories, scaled
+from .update_rule import RULE_STATE, UpdateRule, may_fail, rule_memories
 from .views import window_of

@@ -18,8 +18,7 @@ from torch import Tensor
 from ..device import HOST, Transfers, transfers_for
 from ..layout import Piece
 from ..ortho import Workspace
-from ..plan import BLOCK, SCALE_BYTES, Hops, PieceTransfer, blocks_touched
-from .int8 import Int8Blocks, blocks_in
+from ..plan import Hops, PieceTransfer
 
 PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""
@@ -51,7 +50,7 @@ class PlacedPiece:
 class _Block:
     """A rectangle of elements, by its offsets in several tensors; blocks of one kind can move in one copy."""
 
-    kind: tuple[int, ...]  # its height, its width and its row stride in each of the tensors; more in int8
+    kind: tuple[int, ...]  # its height, its width and its row stride in each of the tensors
     offsets: tuple[int, ...]
 
 
@@ -65,25 +64,6 @@ def strided_views(placed: Iterable[PlacedPiece], stacked: Tensor, buffer: Tensor
         of_stacked.append(_view(stacked, run, step, 0, (height, width), strides[0]))
         of_buffer.append(_view(buffer, run, step, 1, (height, width), strides[1]))
     return of_stacked, of_buffer
-
-
-def int8_views(placed: Iterable[PlacedPiece], numbers: Tensor, buffer: Tensor) -> tuple[list[Tensor], list[Int8Blocks]]:
-    """The same for pieces in int8: their elements at the offset, then their scales.
-
-    ``numbers`` is a batch, of which the views have the rest of the blocks that pieces cut; or flat, and has the
-    elements of piece k from offset ``position`` on.
-    """
-    of_numbers, of_buffer = [], []
-    for run, step in _fewest_runs(list(_int8_blocks(placed, numbers))):
-        height, width, stride, quanta_stride, scale_stride, first, covered = run[0].kind
-        size, scale_bytes = (height, width), (height, SCALE_BYTES * blocks_in(width, first))
-        quanta, scales = (
-            _view(buffer, run, step, 1, size, quanta_stride),
-            _view(buffer, run, step, 2, scale_bytes, scale_stride),
-        )
-        of_numbers.append(_view(numbers, run, step, 0, (height, covered), stride))
-        of_buffer.append(Int8Blocks(quanta, scales, first))
-    return of_numbers, of_buffer
 
 
 def _view(
@@ -105,31 +85,6 @@ def _blocks(placed: Iterable[PlacedPiece], stacked: Tensor) -> Iterator[_Block]:
                 yield _Block(kind, (placed_piece.position * pitch + row * cols + col, offset + left))
                 left += col_stop - col
             offset += (row_stop - row) * width
-
-
-def _int8_blocks(placed: Iterable[PlacedPiece], numbers: Tensor) -> Iterator[_Block]:
-    for placed_piece in placed:
-        piece, offset = placed_piece.piece, placed_piece.offset
-        height, width = piece.shape
-        touched = [block for start, stop in blocks_touched(piece.cols) for block in range(start, stop)]
-        at_scales, scale_stride = offset + piece.size, SCALE_BYTES * len(touched)
-        in_batch, base = numbers.dim() == 3, placed_piece.position * numbers.stride(0)
-        stride = numbers.size(2) if in_batch else width
-        for row, row_stop in piece.rows if in_batch else ((0, height),):
-            left = 0
-            for col, col_stop in piece.cols:
-                size, first, at_block = (
-                    col_stop - col,
-                    col % BLOCK,
-                    at_scales + SCALE_BYTES * touched.index(col // BLOCK),
-                )
-                begin, end = (
-                    (col - first, min(stride, -(-col_stop // BLOCK) * BLOCK)) if in_batch else (left, left + size)
-                )
-                kind = row_stop - row, size, stride, width, scale_stride, first, end - begin
-                yield _Block(kind, (base + row * stride + begin, offset + left, at_block))
-                left += size
-            offset, at_scales = offset + (row_stop - row) * width, at_scales + (row_stop - row) * scale_stride
 
 
 _Runs: TypeAlias = "list[tuple[list[_Block], tuple[int, ...]]]"

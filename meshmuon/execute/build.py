@@ -17,9 +17,8 @@ from .program_builder import MatrixBatch, MatrixRange, ProgramBuilder, batch_siz
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shards import MomentumViews, ShardView, UpdateViews
-from .wave import CopyPairs, RankWave, Wave
-from .weight_sums import WeightSums, new_table
-from .wire_copies import Way, beside_wire, owned_batch, update_views
+from .wave import RankWave, Wave
+from .wire_copies import Way, owned_batch, update_views, views_of
 
 _STAGED = tuple(f"staged {MATRICES} {slot}" for slot in range(STAGED_IN_FLIGHT))
 """Where staged batches are orthogonalised, in turns."""
@@ -103,16 +102,13 @@ class RankProgramBuilder(ProgramBuilder):
     ) -> LocalBatch:
         """A batch with the place of its matrices in the parameters; with views of ``in_host`` where they are staged."""
         stacked = ortho_batch.stacked if in_host is None else in_host
-        shards, rule_state, stop, sums = list[ShardView](), [], 0, None
-        if self.template(batch).scales:
-            sums = WeightSums(new_table(batch_size(batch), stacked.device))
+        shards, rule_state, stop = list[ShardView](), [], 0
         for matrix_range in batch:
             start, stop = stop, stop + matrix_range.stop - matrix_range.start
-            of_range = self.shard_views(matrix_range, stacked[start:stop])
-            shards += of_range if sums is None else [replace(shard, rows=slice(start, stop)) for shard in of_range]
+            shards += self.shard_views(matrix_range, stacked[start:stop])
             for memory, of_batch in enumerate(ortho_batch.rule_state):
                 rule_state += self.rule_state_views(matrix_range, of_batch[start:stop], memory)
-        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.momentum_slot(slot), sums)
+        updates = UpdateViews(shards, self.step_params, RoundingScratch(self.workspace), self.momentum_slot(slot))
         return LocalBatch(ortho_batch, MomentumViews(shards, self.step_params), updates, rule_state, frees)
 
     def _staged_batch(self, batch: MatrixBatch, number: int, frees: Sequence[int]) -> StagedBatch:
@@ -212,8 +208,7 @@ class RankProgramBuilder(ProgramBuilder):
         staying = offsets_of(routes.staying, sizes.staying_offset, lambda piece: wire.nbytes.of(piece).held)  # in bytes
         gather = Way.of(wire.gather, routes.gather_out, routes.gather_in, staying)
         scatter = Way.of(wire.scatter, routes.scatter_in, routes.scatter_out, staying)
-        filled, sent_apart = beside_wire(self, "sent beside wire", k, gather, near_weights)
-        received, received_apart = beside_wire(self, "received beside wire", k, scatter, near_weights)
+        filled, received = (views_of(self, way, near_weights) for way in (gather, scatter))
         sent = {transfer.task for transfer, _ in filled}
         unsent = [shard for transfer, shards in received if transfer.task not in sent for shard in shards]
         routes_of_rank = partial(self.routes_of_wave, k)
@@ -221,18 +216,16 @@ class RankProgramBuilder(ProgramBuilder):
         return Wave(
             params=params,
             momentum_views=MomentumViews([shard for _, shards in filled for shard in shards], self.step_params, unsent),
-            rounding=CopyPairs(sent_apart.source, sent_apart.target),
             gather=self.prepare_exchange(
                 *gather.of_dtype(gathered, shards), gathers(routes_of_rank), relayed(direction="gather")
             ),
             owned_batches=tuple(
-                owned_batch(self, *batch, gather.places(gathered, shards), scatter.places(results, shards), wire)
+                owned_batch(self, *batch, gather.places(gathered, shards), scatter.places(results, shards))
                 for batch in owned_batches
             ),
             scatter=self.prepare_exchange(
                 *scatter.of_dtype(shards, results), scatters(routes_of_rank), relayed(direction="scatter")
             ),
-            restoring=received_apart,
             update_views=update_views(self, k, received),
             frees=frees,
             fallible=any(self.step_params[param].fallible for param in params),

@@ -152,11 +152,11 @@ class _DataParallelBuilder(RankProgramBuilder):
 
         def views_of(rank: int) -> list[Tensor]:
             return [
-                shard.tensor for shard in shards(received[received_at[rank, matrix.task] :][:size] for matrix in batch)
+                shard.view for shard in shards(received[received_at[rank, matrix.task] :][:size] for matrix in batch)
             ]
 
         whole_averages = [averages[average_at[matrix.task] :][:size] for matrix in batch]
-        of_averages = [shard.tensor for shard in shards(whole_averages)]
+        of_averages = [shard.view for shard in shards(whole_averages)]
         own = [
             replace(shard, gradient=average)
             for shard, average in zip(shards(torch.split(ortho_batch.stacked, 1)), of_averages, strict=True)

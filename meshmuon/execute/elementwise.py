@@ -12,7 +12,7 @@ operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
 from typing import TypeAlias
@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from ..device import copy_to
-from .int8 import Int8Blocks, Numbers, dequantise, quantise, round_to_int8, row_cuts
-from .int8_momentum import Int8Momentum
 from .rounding import Elements, RandomWords, RoundingScratch, apply_narrow, chunks_of, is_narrow, scratch_for, together
 
 Tensors: TypeAlias = "list[Tensor]"
@@ -33,19 +31,14 @@ Counters: TypeAlias = "Sequence[tuple[Tensor, Elements]]"
 
 @dataclass(frozen=True, slots=True)
 class OldMomenta:
-    """Momenta, and copies of what they were before the step. Where they are in int8, both are quanta, and scales
-    beside them.
-    """
+    """Momenta, and copies of what they were before the step."""
 
     momenta: list[Tensor]
     before: list[Tensor]
-    scales: list[Tensor] = field(default_factory=list)  # (rows, blocks) each
-    scales_before: list[Tensor] = field(default_factory=list)
 
     def chosen(self, selectors: Sequence[bool]) -> OldMomenta:
         """Those of some of the shards."""
-        lists = self.momenta, self.before, self.scales, self.scales_before
-        return OldMomenta(*(list(compress(tensors, selectors)) for tensors in lists))
+        return OldMomenta(*(list(compress(tensors, selectors)) for tensors in (self.momenta, self.before)))
 
 
 _FILLED_AT_ONCE = 1 << 19  # elements, before they are rounded
@@ -79,14 +72,8 @@ def _all_add_uniformly(totals: list[Tensor], addends: list[Tensor]) -> bool:
     return all(adds_uniformly(*dtypes) for dtypes in {(a.dtype, b.dtype) for a, b in zip(totals, addends, strict=True)})
 
 
-def _scaled(grads: list[Tensor], gain: float) -> list[Tensor]:
-    """The gradients times ``gain``, in at least float32; themselves if it is 1."""
-    return grads if gain == 1 else [(grad.float() if is_narrow(grad.dtype) else grad) * gain for grad in grads]
-
-
-def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor, gain: float = 1.0) -> None:
-    """M ← retain·M + gain·G."""
-    grads = _scaled(grads, gain)
+def accumulate(momenta: list[Tensor], grads: list[Tensor], retain: float | Tensor) -> None:
+    """M ← retain·M + G."""
     if not isinstance(retain, Tensor) and momenta[0].device.type == "cpu" and any(is_narrow(m.dtype) for m in momenta):
         # batched, a factor would be rounded to the buffer's 16 bits
         for buffer, grad in zip(momenta, grads, strict=True):
@@ -110,15 +97,9 @@ def look_ahead(views: list[Tensor], grads: list[Tensor], momenta: list[Tensor], 
 
 
 def fill_with_momentum(
-    views: Tensors | None,
-    grads: Tensors,
-    momenta: Tensors,
-    retain: float | Tensor,
-    momentum: float | None,
-    gain: float = 1.0,
+    views: Tensors | None, grads: Tensors, momenta: Tensors, retain: float | Tensor, momentum: float | None
 ) -> None:
-    """M ← retain·M + gain·G; if there are views, V ← gain·G + momentum·M, or V ← M if ``momentum`` is None."""
-    grads = _scaled(grads, gain)
+    """M ← retain·M + G; if there are views, V ← G + momentum·M, or V ← M if ``momentum`` is None."""
     accumulate(momenta, grads, retain)
     if views is None:
         return
@@ -181,48 +162,33 @@ class Elementwise:
 
     def fill(
         self,
-        views: Sequence[Numbers] | None,
+        views: Tensors | None,
         grads: Tensors,
-        momenta: Sequence[Tensor | Int8Momentum],
+        momenta: Tensors,
         retain: float | Tensor,
         momentum: float | None,
-        gain: float = 1.0,
     ) -> None:
-        """As ``fill_with_momentum``. Views of other dtypes than that of the update are rounded once.
-
-        Momenta in int8, all of them or none, are rounded after the views are filled.
-        """
-        in_int8 = [buffer for buffer in momenta if isinstance(buffer, Int8Momentum)]
-        if in_int8:
-            for k, (grad, buffer) in enumerate(zip(grads, in_int8, strict=True)):
-                numbers = buffer.numbers()
-                # a device that must skip the step retains 1
-                before = numbers.clone() if isinstance(retain, Tensor) else None
-                self.fill(None if views is None else [views[k]], [grad], [numbers], retain, momentum, gain)
-                buffer.store(numbers, None if before is None else numbers != before)
-            return
-        buffers = [buffer for buffer in momenta if isinstance(buffer, Tensor)]
+        """As ``fill_with_momentum``. Views of other dtypes than that of the update are rounded once."""
         wide = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
-        as_they_are = None if views is None else [v for v in views if isinstance(v, Tensor) and v.dtype == wide]
-        if views is None or (as_they_are is not None and len(as_they_are) == len(views)):
-            fill_with_momentum(as_they_are, grads, buffers, retain, momentum, gain)
+        if views is None or all(view.dtype == wide for view in views):
+            fill_with_momentum(views, grads, momenta, retain, momentum)
             return
         scratch = scratch_for(grads[0].device)
         cuts = (
             (view[cut], grad[cut], buffer[cut]) if cut else (view, grad, buffer)
-            for view, grad, buffer in zip(views, grads, buffers, strict=True)
-            for cut in (row_cuts(view) if isinstance(view, Int8Blocks) else chunks_of(view.shape, view.device))
+            for view, grad, buffer in zip(views, grads, momenta, strict=True)
+            for cut in chunks_of(view.shape, view.device)
         )
         for chunk in together(cuts, lambda cut: cut[1].numel(), _FILLED_AT_ONCE):
             v, g, m = (list(operand) for operand in zip(*chunk, strict=True))
             filled = scratch.take_like("filled", g, wide)
-            fill_with_momentum(filled, g, m, retain, momentum, gain)
+            fill_with_momentum(filled, g, m, retain, momentum)
             self.copy(v, filled)
 
     def apply(
         self,
         params: list[Tensor],
-        updates: Sequence[Numbers],
+        updates: list[Tensor],
         decay: float | Tensor,
         rate: float | Tensor,
         *,
@@ -235,48 +201,17 @@ class Elementwise:
 
         With ``old_momenta``, elements whose update is not finite keep weight and momentum.
         """
-        numbers = self.numbers(updates, params, scratch)
-        finite = [torch.isfinite(update) for update in numbers] if old_momenta else []
+        finite = [torch.isfinite(update) for update in updates] if old_momenta else []
         before = [param.clone() for param in params] if old_momenta else []
-        apply(params, numbers, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
+        apply(params, updates, decay, rate, cautious=cautious, counters=counters, scratch=scratch)
         if old_momenta:
-            of_rows = first_columns(finite[: len(old_momenta.scales)], old_momenta.scales)
-            now, old = (
-                [*params, *old_momenta.momenta, *old_momenta.scales],
-                old_momenta.before + old_momenta.scales_before,
-            )
-            for target, value, stays in zip(now, before + old, [*finite, *finite, *of_rows], strict=True):
+            now, old = [*params, *old_momenta.momenta], before + old_momenta.before
+            for target, value, stays in zip(now, old, [*finite, *finite], strict=True):
                 target.copy_(torch.where(stays, target, value))
 
-    def numbers(
-        self, updates: Sequence[Numbers], params: Sequence[Tensor], scratch: RoundingScratch | None
-    ) -> list[Tensor]:
-        """The updates of ``params``, as they are or, where they are in int8, all of them or none, in ``scratch``."""
-        tensors = [update for update in updates if isinstance(update, Tensor)]
-        if tensors or not updates:
-            return tensors
-        wide = torch.float64 if params[0].dtype == torch.float64 else torch.float32
-        tensors = (scratch or scratch_for(params[0].device)).take_like("restored", params, wide)
-        self.copy([tensor.view(update.shape) for tensor, update in zip(tensors, updates, strict=True)], updates)
-        return tensors
-
-    def copy(self, targets: Sequence[Numbers], sources: Sequence[Numbers]) -> None:
-        """Copies each source to its target; either list may be in int8. See ``quantise`` for blocks that targets
-        cut.
-        """
-        into = [target for target in targets if isinstance(target, Int8Blocks)]
-        out_of = [source for source in sources if isinstance(source, Int8Blocks)]
-        to, of = ([numbers for numbers in of_list if isinstance(numbers, Tensor)] for of_list in (targets, sources))
-        if into:
-            quantise(of, into)
-        elif out_of:
-            dequantise(out_of, to)
-        else:
-            torch._foreach_copy_(to, of)
-
-    def round_to_int8(self, numbers: Tensor) -> None:
-        """Replaces ``numbers``, whole rows of matrices, by what comes back from int8."""
-        round_to_int8(numbers)
+    def copy(self, targets: Tensors, sources: Tensors) -> None:
+        """Copies each source to its target."""
+        torch._foreach_copy_(targets, sources)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills tensors with ``value`` where ``mask``, on a device, broadcast and constant along rows, is not 0."""
@@ -293,16 +228,3 @@ class Elementwise:
         # The smallest and the largest of each tensor take a single pass.
         ends = [copy_to(end, filled[0].device).to(dtype) for tensor in filled for end in torch.aminmax(tensor)]
         return ~torch.isfinite(torch.stack(ends)).all()
-
-
-def first_columns(tensors: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
-    """The first column of each tensor, with the shape of the scales of its rows, (rows, blocks).
-
-    The update of a matrix that is not finite is NaN throughout: one of its columns tells for all.
-    """
-    columns = []
-    for tensor, rows in zip(tensors, scales, strict=True):
-        while tensor.dim() >= rows.dim():
-            tensor = tensor.select(-1, 0)
-        columns.append(tensor.unsqueeze(-1).expand(rows.shape))
-    return columns

@@ -20,9 +20,7 @@ from .fused_elementwise import FusedElementwise
 from .local_batch import STAGED_IN_FLIGHT
 from .ortho_batch import joined_errors
 from .settings import ExecutorSettings
-from .shared_blocks import find_shared_scales, share_kept_scales
 from .step_param import UNOBSERVED, CheckedUpdates, Observer, RunningStep, StepParam
-from .weight_sums import reduce_tables
 
 
 class StepExecutor(ABC):
@@ -162,10 +160,8 @@ class Executor(StepExecutor):
         observer: Observer = UNOBSERVED,
     ) -> Exception | None:
         streams = self._streams or Streams()
-        find_shared_scales(RunningStep(step_params, idle))
         step = RunningStep(step_params, idle, observer, self._exchange, self.elementwise, streams, streams.main_mark())
         self._run(step, during_last_scatter)
-        share_kept_scales(step, guarded=self.settings.guarded)
         self.checked = step.checked
         self.failed_for_all = any(getattr(failure, "known_to_all", False) for failure in step.failures)
         return take_first(step.failures)
@@ -196,21 +192,13 @@ class Executor(StepExecutor):
             first_sends_last=program.first_sends_last,
         )
 
-        def finish(waves: Sequence[Iterator[None]]) -> None:
-            if asking := [wave for wave in waves if next(wave, _ENDED) is not _ENDED]:  # for sums over weights
-                reduce_tables(step)
-                finish_all(asking)
-
-        run_pipeline(waves, order, run_local_batches, before_last_results, finish)
+        run_pipeline(waves, order, run_local_batches, before_last_results)
         finish_all(rule_states)
         streams.main_waits(streams.side_mark())
         step.free_gradients(program.freed_at_end)  # the main stream may now reuse what the side stream has read
 
     def workspace_bytes(self) -> int:
         return self._workspace.bytes() + sum(staging.bytes() for staging in self._program.stagings)
-
-
-_ENDED = object()
 
 
 class _NoExchange:
@@ -231,25 +219,23 @@ def run_pipeline(
     order: Iterable[tuple[Action, int]],
     local: Callable[[], None],
     during_last_scatter: Callable[[], None],
-    finish: Callable[[Sequence[Iterator[None]]], None] | None = None,
 ) -> None:
     """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` found
     (``plan/schedule.py``).
 
     The waves are generators that yield twice: after sending their pieces, and after sending their results; one that
     sends these in a turn of its own yields before it as well. Four waves, three in flight: gather 0, gather 1, local,
-    compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3. Waves
-    that have nothing between them are finished together, by ``finish_all`` unless ``finish`` is given.
+    compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3.
     """
-    order, finish = iter(order), finish or finish_all
+    order = iter(order)
     for action, wave in order:
         if action is Action.LOCAL:
             local()
         elif action is Action.DURING_LAST_SCATTER:
             during_last_scatter()
-            finish([waves[last] for _, last in order])
+            finish_all([waves[last] for _, last in order])
         elif action is Action.FINISH:
-            finish([waves[wave]])
+            finish_all([waves[wave]])
         else:
             advance([waves[wave]])
 

@@ -18,61 +18,40 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from torch import Tensor
 
 from ..device import copy_to
-from .int8 import BLOCK, Int8Blocks, Numbers
 from .triton_elements import (
     DIMS,
-    IN_BLOCKS,
     KINDS,
     copy_kernel,
     fill_kernel,
     momentum_kernel,
     nonfinite_kernel,
-    restore_kernel,
     update_kernel,
 )
 
-TILE, TILE_OF_BLOCKS = 2048, 1024
-"""Elements of a tile; with numbers in int8, which take more registers."""
+TILE = 2048
+"""Elements of a tile."""
 
 
 class ListTable:
     """The table of a list of tensors on one device, and how a kernel is launched over it.
 
-    ``operands`` has one list per operand; numbers at the same place have the same shape. The last ``broadcast`` ones
-    are read element by element. Where numbers are in int8, or are to be rounded ``in_blocks``, a row of a tile is whole
-    blocks of the innermost dim. Scales are further operands, behind all others. Where the first operand has a part of
-    its last block only, ``behind`` are the columns that are missing.
+    ``operands`` has one list per operand; tensors at the same place have the same shape. The last ``broadcast`` ones
+    are read element by element.
     """
 
-    def __init__(
-        self,
-        operands: Sequence[Sequence[Numbers]],
-        broadcast: int = 0,
-        behind: Sequence[int] = (),
-        *,
-        in_blocks: bool = False,
-    ) -> None:
-        of_blocks = [[n for n in numbers if isinstance(n, Int8Blocks)] for numbers in operands]
-        vectors = [[n.quanta if isinstance(n, Int8Blocks) else n for n in numbers] for numbers in operands]
-        scales = [[n.scales[..., :1].expand(n.shape) for n in numbers] for numbers in of_blocks if numbers]
-        before = next(([n.first for n in numbers] for numbers in of_blocks if numbers), [0] * len(vectors[0]))
-        in_blocks = in_blocks or bool(scales)
-        rows = []
-        for k, tensors in enumerate(zip(*vectors, *scales, strict=True)):
-            rows += [[before[k], behind[k] if behind else 0, *row] for row in _rows(tensors, by_rows=in_blocks)]
-        widths = [row[0] + row[1 + DIMS] for row in rows]
-        tile, least = (TILE_OF_BLOCKS, BLOCK) if in_blocks else (TILE, 1)
-        self.tile_cols = min(tile, triton.next_power_of_2(max(least, *widths, 1)))
-        self.tile_rows = tile // self.tile_cols
+    def __init__(self, operands: Sequence[Sequence[Tensor]], broadcast: int = 0) -> None:
+        rows = [row for tensors in zip(*operands, strict=True) for row in _rows(tensors)]
+        self.tile_cols = min(TILE, triton.next_power_of_2(max([1, *(row[DIMS - 1] for row in rows)])))
+        self.tile_rows = TILE // self.tile_cols
         numbers: list[int] = []
         self.tiles = 0
-        for row, width in zip(rows, widths, strict=True):
-            across, outer = -(-width // self.tile_cols), row[2] * row[3] * row[4]
+        for row in rows:
+            across, outer = -(-row[DIMS - 1] // self.tile_cols), row[0] * row[1] * row[2]
             numbers += [self.tiles, across, *row]
             self.tiles += across * -(-outer // self.tile_rows)
         self.tensors = len(rows)
-        self.width = 4 + DIMS + (len(vectors) + len(scales)) * (1 + DIMS)
-        vectors = vectors[: len(vectors) - broadcast]
+        self.width = 2 + DIMS + len(operands) * (1 + DIMS)
+        vectors = operands[: len(operands) - broadcast]
         bytes_each = min((tensor.itemsize for tensors in vectors for tensor in tensors), default=2)
         self.dense = all(_is_dense(row, len(vectors), max(8, 16 // bytes_each)) for row in rows)
         device = vectors[0][0].device
@@ -92,18 +71,17 @@ class ListTable:
         """A table of one tensor without elements: what is launched over it is the same kernel, and writes nothing."""
         empty = copy(self)
         empty.tensors, empty.tiles = min(1, self.tensors), min(1, self.tiles)
-        head = [0, 1, 0, 0, *[1] * (DIMS - 1), 0]
+        head = [0, 1, *[1] * (DIMS - 1), 0]
         # memory that may be read
         operands = [self.numbers.data_ptr(), *[0] * DIMS] * ((self.width - len(head)) // (1 + DIMS))
         empty.numbers = copy_to(torch.tensor([*head, *operands], device="cpu"), self.numbers.device)
         return empty
 
 
-def _rows(tensors: Sequence[Tensor], *, by_rows: bool = False) -> list[list[int]]:
+def _rows(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Rows of the table for one tensor of each operand: sizes, then address and strides per operand.
 
-    Neighbouring dims are joined if the strides of all operands allow it; not the innermost one if ``by_rows``. A tensor
-    of too many dims takes several rows.
+    Neighbouring dims are joined if the strides of all operands allow it. A tensor of too many dims takes several rows.
     """
     shape = tensors[0].shape
     if not tensors[0].numel():
@@ -112,11 +90,9 @@ def _rows(tensors: Sequence[Tensor], *, by_rows: bool = False) -> list[list[int]
     strides: list[list[int]] = []
     for dim in reversed(range(len(shape))):
         step = [tensor.stride(dim) for tensor in tensors]
-        if shape[dim] == 1 and (sizes or not by_rows):
+        if shape[dim] == 1:
             continue
-        if len(sizes) > by_rows and all(
-            outer == inner * sizes[0] for outer, inner in zip(step, strides[0], strict=True)
-        ):
+        if sizes and all(outer == inner * sizes[0] for outer, inner in zip(step, strides[0], strict=True)):
             sizes[0] *= shape[dim]
         else:
             sizes.insert(0, shape[dim])
@@ -124,9 +100,7 @@ def _rows(tensors: Sequence[Tensor], *, by_rows: bool = False) -> list[list[int]
     if len(sizes) > DIMS:
         split = next(dim for dim in range(len(shape)) if shape[dim] > 1)
         return [
-            row
-            for parts in zip(*(tensor.unbind(split) for tensor in tensors), strict=True)
-            for row in _rows(parts, by_rows=by_rows)
+            row for parts in zip(*(tensor.unbind(split) for tensor in tensors), strict=True) for row in _rows(parts)
         ]
     missing = DIMS - len(sizes)
     row = [1] * missing + sizes
@@ -141,10 +115,8 @@ def _is_dense(row: Sequence[int], operands: int, vector: int) -> bool:
 
     ``vector`` is the number of elements of which all have 16 bytes or more.
     """
-    before, behind, *sizes = row[: 2 + DIMS]
-    places = [row[at : at + 1 + DIMS] for at in range(2 + DIMS, 2 + DIMS + operands * (1 + DIMS), 1 + DIMS)]
-    whole = before == behind == 0 and sizes[-1] % vector == 0
-    return whole and all(
+    places = [row[at : at + 1 + DIMS] for at in range(DIMS, DIMS + operands * (1 + DIMS), 1 + DIMS)]
+    return row[DIMS - 1] % vector == 0 and all(
         address % 16 == 0 and inner == 1 and all(stride % vector == 0 for stride in outer)
         for address, *outer, inner in places
     )
@@ -162,16 +134,10 @@ class ListKernels:
         # If set, kernels are launched over tables without elements, inside of this context.
         self.only_compiles: Callable[[], AbstractContextManager[None]] | None = None
 
-    def _table(self, *operands: Sequence[Numbers], **options: Any) -> ListTable:
+    def _table(self, *operands: Sequence[Tensor], **options: Any) -> ListTable:
         """``options`` are those of the table."""
-        places = (
-            (tensor.data_ptr(), tensor.shape, tensor.stride())
-            for numbers in operands
-            for n in numbers
-            for tensor in ((n.quanta, n.scales) if isinstance(n, Int8Blocks) else (n,))
-        )
-        first = (n.first for numbers in operands for n in numbers if isinstance(n, Int8Blocks))
-        key = len(operands), str(options), *first, *places
+        places = ((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensors in operands for tensor in tensors)
+        key = len(operands), str(options), *places
         table = self._tables.pop(key, None) or ListTable(operands, **options)
         self._tables[key] = table  # the last one used is the last one in the dict
         if len(self._tables) > self.MOST_TABLES:
@@ -187,41 +153,28 @@ class ListKernels:
 
     def fill(
         self,
-        views: Sequence[Numbers] | None,
+        views: Sequence[Tensor] | None,
         grads: Sequence[Tensor],
-        momenta: Sequence[Numbers],
+        momenta: Sequence[Tensor],
         retain: float | Tensor,
         momentum: float | None,
-        gain: float = 1.0,
     ) -> None:
-        """M ← retain·M + gain·G; then, if there are views, V ← gain·G + momentum·M, or V ← M if ``momentum`` is None.
-
-        Momenta and views may be in int8. What is looked ahead from is then not rounded.
-        """
+        """M ← retain·M + G; then, if there are views, V ← G + momentum·M, or V ← M if ``momentum`` is None."""
         operands = [grads, momenta] if views is None else [grads, momenta, views]
         self._launch(
             self._table(*operands),
             momentum_kernel,
-            *_as_arguments(retain, 1.0 if momentum is None else momentum, gain),
+            *_as_arguments(retain, 1.0 if momentum is None else momentum),
             retain_in_memory=isinstance(retain, Tensor),
-            scales=gain != 1,
             looks_ahead=momentum is not None,
             fills=views is not None,
             **_kinds(operands, 3),
         )
 
-    def restore(self, targets: Sequence[Tensor], before: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
-        """Makes targets what they were before where updates, which may be broadcast, are not finite.
-
-        Updates of int8 are the upper bytes of their scales.
-        """
-        kinds = {"kind_0": KINDS[targets[0].dtype], "kind_1": KINDS[updates[0].dtype]}
-        self._launch(self._table(targets, before, updates, broadcast=1), restore_kernel, **kinds)
-
     def apply(
         self,
         params: Sequence[Tensor],
-        updates: Sequence[Numbers],
+        updates: Sequence[Tensor],
         decay: float | Tensor,
         rate: float | Tensor,
         *,
@@ -234,7 +187,7 @@ class ListKernels:
         Stochastically with ``counters``: of each tensor the hashed rows and columns of its elements, and its counter.
         With ``old_momenta``, momenta and what they were, elements whose update is not finite keep weight and momentum.
         """
-        operands: list[Sequence[Numbers]] = [params, updates, *(old_momenta or ())]
+        operands: list[Sequence[Tensor]] = [params, updates, *(old_momenta or ())]
         if counters is not None:
             pairs = list(zip(counters, params, strict=True))
             operands += [[numbers[k].expand(param.shape) for numbers, param in pairs] for k in range(2)]
@@ -252,22 +205,9 @@ class ListKernels:
             **kinds,
         )
 
-    def copy(self, targets: Sequence[Numbers], sources: Sequence[Numbers], *, through_int8: bool = False) -> None:
-        """Copies each source to its target, rounding to the target's dtype; ``through_int8``, to int8 first.
-
-        What goes to int8 as a part of blocks has a source with the rest of the blocks around it.
-        """
-        behind: list[int] = []
-        if isinstance(targets[0], Int8Blocks):
-            pairs = [
-                (target, source)
-                for target, source in zip(targets, sources, strict=True)
-                if isinstance(target, Int8Blocks)
-            ]
-            sources = [target.part_of(source) for target, source in pairs if isinstance(source, Tensor)]
-            behind = [source.shape[-1] - target.first - target.shape[-1] for target, source in pairs]
-        table = self._table(targets, sources, behind=behind, in_blocks=through_int8)
-        self._launch(table, copy_kernel, through_int8=through_int8, **_kinds([targets, sources], 2))
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies each source to its target, rounding to the target's dtype."""
+        self._launch(self._table(targets, sources), copy_kernel, **_kinds([targets, sources], 2))
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         """Fills ``tensors`` with ``value`` where ``mask``, on the device, broadcast and constant along rows, is not
@@ -283,14 +223,10 @@ class ListKernels:
         self._launch(self._table(tensors), nonfinite_kernel, flag, kind_0=KINDS[tensors[0].dtype])
 
 
-def _kinds(operands: Sequence[Sequence[Numbers]], count: int) -> dict[str, int]:
+def _kinds(operands: Sequence[Sequence[Tensor]], count: int) -> dict[str, int]:
     """The kinds of the first ``count`` operands; 0 for those that there are not."""
-    kinds, scales = dict.fromkeys((f"kind_{k}" for k in range(count)), 0), len(operands)
-    for name, numbers in zip(kinds, operands, strict=False):
-        in_blocks = isinstance(numbers[0], Int8Blocks)
-        kinds[name] = IN_BLOCKS + scales if in_blocks else KINDS[numbers[0].dtype]
-        scales += in_blocks
-    return kinds
+    kinds = dict.fromkeys((f"kind_{k}" for k in range(count)), 0)
+    return kinds | {name: KINDS[tensors[0].dtype] for name, tensors in zip(kinds, operands, strict=False)}
 
 
 def _as_arguments(*scalars: float | Tensor) -> list[float | Tensor]:

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
-from ..matrices import StridedRange
 from ..ortho import Workspace
 from ..plan import (
-    BLOCK,
-    INT8,
     NO_WAVE,
     Nodes,
     Parcel,
@@ -26,22 +23,19 @@ from ..plan import (
     PlannedParam,
     Relays,
     WaveRoutes,
-    bytes_of,
-    cuts_blocks,
     plan_batches,
     routes_of,
 )
 from ..torch_compat import local_part
 from ..transport import Exchange
 from .buffers import RelayMemory, Staging
-from .int8 import Int8Blocks
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
 from .settings import ExecutorSettings
 from .shards import ShardView
 from .step_param import MatrixKey, StepParam
 from .views import LocalWindow
 from .wave import CopyPairs, Hop, PreparedExchange
-from .wire import LaneWire, size_on_wire
+from .wire import LaneWire
 
 ListsOfRank: TypeAlias = "Callable[[int], tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]]"
 """From a rank to what arrives there in an exchange and what leaves it."""
@@ -174,10 +168,7 @@ class ProgramBuilder:
         It is one shard view, or a few if the parts of a fused weight take turns.
         """
         step_param = self.step_params[matrix_range.part_index]
-        shards = self._cut(matrix_range, local_part(step_param.param), self._windows[matrix_range.part_index], view)
-        if (blocks := step_param.blocks) is not None:
-            shards = [replace(shard, blocks=blocks.of_shard(step_param.matrix_set, shard.cut)) for shard in shards]
-        return shards
+        return self._cut(matrix_range, local_part(step_param.param), self._windows[matrix_range.part_index], view)
 
     def rule_state_views(self, matrix_range: MatrixRange, view: Tensor, memory: int) -> list[ShardView]:
         """The same for the rule state of ``matrix_range``; ``memory`` counts the rules that remember."""
@@ -191,21 +182,6 @@ class ProgramBuilder:
     def piece_views(self, transfer: PieceTransfer, offset: int, buffer: Tensor) -> list[ShardView]:
         """One of this rank's pieces in a flat buffer."""
         return self.shard_views(self.range_of(transfer.task), buffer[offset : offset + transfer.piece.size])
-
-    def shards_of_piece(self, transfer: PieceTransfer, offset: int, buffer: Tensor) -> list[ShardView] | None:
-        """The same in a buffer of an exchange; None if it is in int8 and not one view with its blocks in order."""
-        shards, piece = self.piece_views(transfer, offset, buffer), transfer.piece
-        if buffer.dtype != torch.int8:
-            return shards
-        if len(shards) > 1 or (len(piece.cols) > 1 and cuts_blocks(piece, self.plan.tasks[transfer.task].sharded.cols)):
-            return None
-        (shard,) = shards
-        row_dims = self.step_params[shard.part_index].matrix_set.stack_dims + 1
-        if shard.cut is not None and len(shard.cut) == row_dims and isinstance(shard.cut[-1], StridedRange):
-            row_dims += 1  # blocks of rows
-        quanta = shard.tensor.flatten(row_dims)
-        scales = buffer[offset + piece.size : offset + bytes_of(piece, INT8)].view(*quanta.shape[:-1], -1)
-        return [replace(shard, view=Int8Blocks(quanta, scales, piece.cols[0][0] % BLOCK))]
 
     def _cut(
         self, matrix_range: MatrixRange, local: Tensor, window: LocalWindow | None, view: Tensor
@@ -312,7 +288,7 @@ def _sizes_by_peer(rank: int, transfers: Sequence[PieceTransfer], dtype: torch.d
     sizes: dict[int, int] = {}
     for transfer in transfers:
         peer = transfer.source if transfer.target == rank else transfer.target
-        sizes[peer] = sizes.get(peer, 0) + size_on_wire(transfer.piece, dtype)
+        sizes[peer] = sizes.get(peer, 0) + transfer.piece.size
     return sizes
 
 

@@ -22,14 +22,11 @@ from ..torch_compat import local_part
 from ..transport import Exchange, check_round_trip, has_part, own_shard, whole
 from .elementwise import apply, fill_with_momentum
 from .executor import StepExecutor
-from .int8 import round_to_int8
 from .ortho_batch import BatchMemory, OrthoBatch
 from .rounding import Elements
 from .shards import ShardView, grouped, store_rule_state
-from .shared_blocks import BlockMaxima, store_scales, whole_momentum
 from .step_param import UNOBSERVED, Observer, RunningStep, StepParam
 from .views import window_of
-from .weight_sums import Factors, add_products, new_table, sums_of
 
 
 class ReferenceExecutor(StepExecutor):
@@ -43,8 +40,8 @@ class ReferenceExecutor(StepExecutor):
                 raise UnsupportedError(
                     f"{plan.params[indices[0]].name} is in host memory on a mesh of "
                     f"{step_params[indices[0]].work_device.type} devices (FSDP2's CPUOffloadPolicy), where torch "
-                    "cannot gather it for the reference path: step without reference_path=True, or verify without the "
-                    "policy."
+                    "cannot gather it for the reference path: step without use_distributed_muon=True, or verify "
+                    "without the policy."
                 )
             if has_part(step_params[indices[0]].param):
                 check_round_trip(plan.params[indices[0]].name, step_params[indices[0]].param)
@@ -79,13 +76,12 @@ class ReferenceExecutor(StepExecutor):
         if not has_part(first.param):
             return
         settings = first.settings
-        before = local_part(first.momentum) if first.blocks is None else whole_momentum(first).numbers()
+        before = local_part(first.momentum)
         momentum = before.clone()
         with observer.phase("momentum"):
             update = first.momentum.to(first.update_dtype, copy=True)
             look_ahead = settings.momentum if settings.nesterov else None
-            grads, factors = [local_part(first.grad)], (settings.retain, look_ahead, settings.gain)
-            fill_with_momentum([local_part(update)], grads, [momentum], *factors)
+            fill_with_momentum([local_part(update)], [local_part(first.grad)], [momentum], settings.retain, look_ahead)
         with observer.phase("gather"):
             full, memories = whole(update), [whole(numbers).clone() for numbers in first.rule_state]
         assert self.plan is not None
@@ -109,16 +105,11 @@ class ReferenceExecutor(StepExecutor):
             store_rule_state([ShardView(parts[0], None, own_shard(numbers, stored), memory=k)], step)
         for k in parts:
             self._apply(step.params[k], full, observer)
-        changed = momentum != before if isinstance(settings.retain, Tensor) else None
         # a matrix whose update is not finite is NaN throughout, and keeps weights and momentum
         if self.settings.guarded:
             keeps = ~own_shard(full, first.param).isfinite()  # in float16, what comes back may be infinite
-            momentum, changed = torch.where(keeps, before, momentum), ~keeps if changed is None else changed & ~keeps
-        if first.blocks is None:
-            local_part(first.momentum).copy_(momentum)
-        else:
-            store_scales([BlockMaxima.of([first], momentum, changed)])
-            replace(whole_momentum(first), old_scales=first.old_scales).store(momentum)
+            momentum = torch.where(keeps, before, momentum)
+        before.copy_(momentum)
 
     def _batch(self, step_param: StepParam, k: int, name: str) -> OrthoBatch:
         """All matrices of a part, eager."""
@@ -135,9 +126,7 @@ class ReferenceExecutor(StepExecutor):
         _window(in_part, matrix_set).fill_(True)
         with observer.phase("scatter"):
             rate = settings.rate * settings.adjust(*matrix_set.lr_shape)
-            decay, cautious, dtype = settings.decay, settings.cautious, _dtype_received(step_param)
-            if step_param.scales:
-                full, decay, rate, cautious, dtype = _scaled(step_param, full), 1.0, 1.0, False, step_param.update_dtype
+            decay, cautious, dtype = settings.decay, settings.cautious, step_param.comm_dtype.scatter
             shard, shard_in_part = own_shard(full, step_param.param), own_shard(in_part, step_param.param)
         with observer.phase("update"):
             local = local_part(step_param.param)
@@ -151,29 +140,8 @@ class ReferenceExecutor(StepExecutor):
 
 def _round(stacked: Tensor, dtype: torch.dtype) -> None:
     """Replaces matrices by what arrives of them if they are sent in ``dtype``."""
-    if dtype == torch.int8:
-        round_to_int8(stacked)
-    elif dtype != stacked.dtype:
+    if dtype != stacked.dtype:
         stacked.copy_(stacked.to(dtype))
-
-
-def _dtype_received(step_param: StepParam) -> torch.dtype:
-    """The dtype of the updates that holders apply: that on the wire, unless they restore numbers from int8."""
-    scatter = step_param.comm_dtype.scatter
-    return step_param.update_dtype if scatter == torch.int8 else scatter
-
-
-def _scaled(step_param: StepParam, full: Tensor) -> Tensor:
-    """What is to be subtracted from the whole weight: the update with the factors of rules that ask for numbers of
-    the weight.
-    """
-    matrix_set, full, weight = step_param.matrix_set, full.clone(), whole(step_param.param)
-    table, rows = new_table(matrix_set.count, full.device), slice(0, matrix_set.count)
-    weights, updates = _window(weight, matrix_set), _window(full, matrix_set)
-    add_products(table, weights, updates)
-    factors = Factors.of(step_param, sums_of(table))
-    updates.copy_(factors.change(weights, updates, rows, step_param.settings, step_param.update_dtype))
-    return full
 
 
 def _elements(step_param: StepParam) -> Elements:

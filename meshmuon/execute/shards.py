@@ -8,7 +8,7 @@ element that a rank holds is in one ``MomentumViews`` and in one ``UpdateViews``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -19,12 +19,9 @@ from torch import Tensor
 from ..device import copy_to
 from ..torch_compat import local_part, local_parts
 from .elementwise import OldMomenta
-from .int8 import Int8Blocks, Numbers
-from .int8_momentum import Int8Momentum, ShardBlocks
 from .rounding import RoundingScratch
 from .step_param import MatrixKey, RunningStep, StepParam
 from .views import Cut, cut_out
-from .weight_sums import Factors, WeightSums, sums_of
 
 _T = TypeVar("_T")
 NONE_FAILED: frozenset[MatrixKey] = frozenset()
@@ -40,28 +37,14 @@ class ShardView:
 
     part_index: int  # in ``RunningStep.params``
     cut: Cut | None  # what it takes of the local tensor; None for all of it
-    view: Numbers  # in a buffer, with the shape of the cut; in int8, with all columns as one dim
+    view: Tensor  # in a buffer, with the shape of the cut
     matrix: int = 0  # number of its matrix in the whole parameter; of the first one, if it has several
     gradient: Tensor | None = None  # of these elements, where it is not in the gradient of the parameter
-    blocks: ShardBlocks | None = None  # of its momentum, if that is in int8
     memory: int = 0  # of rule state: which of the rules that remember has it
-    rows: slice | None = None  # its matrices in the ``WeightSums``; None if its rules do not ask for any
-    counted: bool = True  # whether this rank adds it up there, and not another one that holds a replica
 
     def of(self, tensor: Tensor) -> Tensor:
         """A view of these elements in ``tensor``, which has the shape of the parameter's local tensor."""
         return tensor if self.cut is None else cut_out(tensor, self.cut)
-
-    @property
-    def tensor(self) -> Tensor:
-        """The view, which is not in int8."""
-        assert isinstance(self.view, Tensor)
-        return self.view
-
-    @property
-    def in_int8(self) -> bool:
-        """Whether the view is in int8. Elementwise work is on lists of which all are, or none."""
-        return isinstance(self.view, Int8Blocks)
 
     @property
     def key(self) -> MatrixKey:
@@ -82,13 +65,12 @@ class MomentumViews:
         self, shards: Sequence[ShardView], step_params: Sequence[StepParam], unsent: Sequence[ShardView] = ()
     ) -> None:
         def kind(shard: ShardView) -> Hashable:
-            return step_params[shard.part_index].group_index, shard.in_int8
+            return step_params[shard.part_index].group_index
 
         self._sent, self._unsent = (grouped(views, kind) for views in (shards, unsent))
 
     def fill(self, step: RunningStep) -> FallibleMomenta:
-        """M ← retain·M + gain·G, and the views get gain·G + momentum·M, or M without Nesterov; those of idle parameters
-        stay.
+        """M ← retain·M + G, and the views get G + momentum·M, or M without Nesterov; those of idle parameters stay.
 
         Returns the momentum of ``fallible`` parameters as it was, for ``restore``.
         """
@@ -96,19 +78,15 @@ class MomentumViews:
         for sent, groups in ((True, self._sent), (False, self._unsent)):
             for shards in filter(None, (_without(shards, step.idle) for shards in groups)):
                 first = step.params[shards[0].part_index]
-                momenta, scales = _momenta(shards, step), _scales(shards, step.params)
+                momenta = _momenta(shards, step)
                 if first.fallible:
                     fallible += [
                         (shard.key, buffer, buffer.clone()) for shard, buffer in zip(shards, momenta, strict=True)
                     ]
-                    fallible += [
-                        (shard.key, now, old.clone()) for shard, (now, old) in zip(shards, scales, strict=False)
-                    ]
                 settings, gradients = first.settings, _gradients(shards, step)
-                factors = settings.momentum if settings.nesterov else None, settings.gain
+                look_ahead = settings.momentum if settings.nesterov else None
                 views = [shard.view for shard in shards] if sent else None
-                buffers = list(map(_int8_momentum, shards, momenta, scales)) if scales else momenta
-                step.elementwise.fill(views, gradients, buffers, settings.retain, *factors)
+                step.elementwise.fill(views, gradients, momenta, settings.retain, look_ahead)
         return fallible
 
 
@@ -132,24 +110,18 @@ class UpdateViews:
         step_params: Sequence[StepParam],
         scratch: RoundingScratch | None = None,
         slot: int | None = None,
-        sums: WeightSums | None = None,
     ) -> None:
         def kind(shard: ShardView) -> Hashable:
             step_param = step_params[shard.part_index]
-            return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype, shard.in_int8
+            return step_param.group_index, step_param.matrix_set.lr_shape, step_param.param.dtype
 
         self._groups = grouped(shards, kind)
         self._scratch = RoundingScratch() if scratch is None else scratch
-        self._slot, self._sums = slot, sums
-        if sums is not None:  # tries out ``scale`` of the rules
-            for group in self._groups:
-                Factors.of(step_params[group[0].part_index], torch.ones_like(sums_of(sums.table)))
+        self._slot = slot
         sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
         for shard in shards if slot is not None else ():
             if (momentum := step_params[shard.part_index].momentum_buffer) is not None:
                 sizes[momentum.dtype, momentum.device] += shard.view.shape.numel()
-                for scales, _ in _scales([shard], step_params):
-                    sizes[scales.dtype, scales.device] += scales.numel()
         for (dtype, device), size in sizes.items():
             self._scratch.take(f"momentum {slot}", (size,), dtype, device)
 
@@ -159,22 +131,13 @@ class UpdateViews:
             return None
         shards = [_without(shards, step.idle) for shards in self._groups]
         momenta = [_momenta(of_group, step) for of_group in shards]
-        scales = [_scales(of_group, step.params) for of_group in shards]
-        copied = [buffer for buffers in momenta for buffer in buffers] + [old for pairs in scales for _, old in pairs]
+        copied = [buffer for buffers in momenta for buffer in buffers]
         before = dict[Tensor, Tensor]()
         for of_dtype in grouped(copied, lambda buffer: buffer.dtype):
             copies = self._scratch.take_like(f"momentum {self._slot}", of_dtype, of_dtype[0].dtype)
             step.elementwise.copy(copies, of_dtype)
             before |= zip(of_dtype, copies, strict=True)
-        return [
-            OldMomenta(
-                buffers,
-                [before[buffer] for buffer in buffers],
-                [now for now, _ in pairs],
-                [before[old] for _, old in pairs],
-            )
-            for buffers, pairs in zip(momenta, scales, strict=True)
-        ]
+        return [OldMomenta(buffers, [before[buffer] for buffer in buffers]) for buffers in momenta]
 
     def apply(
         self,
@@ -186,9 +149,6 @@ class UpdateViews:
 
         With ``old_momenta``, matrices whose update is not finite keep weights and momentum.
         """
-        if self._sums is not None and self._sums.reduced_on is None:
-            self.add_products(step)
-        sums = None if self._sums is None or step.only_compiles else sums_of(self._sums.table)
         for number, group in enumerate(self._groups):
             shards, of_group = _without(group, step.idle, failed), None if old_momenta is None else old_momenta[number]
             if not shards:
@@ -202,43 +162,16 @@ class UpdateViews:
                 if first.counter is None
                 else [step.params[shard.part_index].counted(shard.cut) for shard in shards]
             )
-            weights, updates = _weights(shards, step), [shard.view for shard in shards]
-            decay, rate, cautious = settings.decay, settings.rate * factor, settings.cautious
-            if sums is not None and shards[0].rows is not None:
-                factors, dtype = Factors.of(first, sums), first.update_dtype
-                numbers = step.elementwise.numbers(updates, weights, self._scratch)
-                updates = [
-                    factors.change(weight, update, shard.rows, settings, dtype)
-                    for weight, update, shard in zip(weights, numbers, shards, strict=True)
-                    if shard.rows is not None
-                ]
-                decay, rate, cautious = 1.0, 1.0, False
             step.elementwise.apply(
-                weights,
-                updates,
-                decay,
-                rate,
-                cautious=cautious,
+                _weights(shards, step),
+                [shard.view for shard in shards],
+                settings.decay,
+                settings.rate * factor,
+                cautious=settings.cautious,
                 counters=counters,
                 scratch=self._scratch,
                 old_momenta=of_group,
             )
-
-    def add_products(self, step: RunningStep) -> bool:
-        """Adds up what rules ask for, as far as this rank has it. Returns whether ``reduce_tables`` must run before
-        ``apply``.
-        """
-        if self._sums is None or step.only_compiles:
-            return False
-        return self._sums.add_up(self._products(step), step)
-
-    def _products(self, step: RunningStep) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """What ``WeightSums.add_up`` takes, one group after the other: they share the memory of numbers from int8."""
-        for group in self._groups:
-            counted = [shard for shard in _without(group, step.idle) if shard.rows and shard.counted]
-            weights = _weights(counted, step)
-            updates = step.elementwise.numbers([shard.view for shard in counted], weights, self._scratch)
-            yield from ((shard.rows, w, u) for shard, w, u in zip(counted, weights, updates, strict=True) if shard.rows)
 
 
 def load_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
@@ -254,7 +187,7 @@ def store_rule_state(shards: Sequence[ShardView], step: RunningStep) -> None:
     targets, values = list[Tensor](), list[Tensor]()
     for shard in _without(shards, step.idle):
         target, skip_mask = _stored(shard, step), step.params[shard.part_index].settings.skip_mask
-        value = copy_to(shard.tensor, target.device)
+        value = copy_to(shard.view, target.device)
         targets.append(target)
         values.append(value if skip_mask is None else torch.where(skip_mask, target, value))
     if targets:
@@ -280,29 +213,6 @@ def _gradients(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
 
 def _momenta(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:
     return _cuts(shards, [step.params[shard.part_index].momentum for shard in shards])
-
-
-def _scales(shards: Sequence[ShardView], params: Sequence[StepParam]) -> list[tuple[Tensor, Tensor]]:
-    """Of each shard whose momentum is in int8, all of a param group or none: its scales, and what they were before
-    the step.
-    """
-    pairs = []
-    for shard in shards:
-        step_param = params[shard.part_index]
-        if shard.blocks is not None and step_param.blocks is not None and step_param.momentum_scales is not None:
-            place = step_param.matrix_set.stack_dims, shard.cut, shard.blocks.of_matrix
-            now, old = (
-                step_param.blocks.scales_of(local_part(step_param.momentum_scales), *place),
-                step_param.old_scales,
-            )
-            pairs.append((now, now if old is None else step_param.blocks.scales_of(old, *place)))
-    return pairs
-
-
-def _int8_momentum(shard: ShardView, quanta: Tensor, scales: tuple[Tensor, Tensor]) -> Int8Momentum:
-    assert shard.blocks is not None
-    now, before = scales
-    return Int8Momentum(quanta, now, shard.blocks, None if before is now else before)
 
 
 def _weights(shards: Sequence[ShardView], step: RunningStep) -> list[Tensor]:

@@ -18,7 +18,6 @@ from ..plan import BatchItem
 from ..torch_compat import local_part, profiler_range
 from ..transport import Exchange
 from .elementwise import Elementwise
-from .int8_momentum import MomentumBlocks
 from .rounding import Elements
 from .settings import FULL_PRECISION, CommDtype
 from .update_rule import UpdateRule, may_fail, rule_memories
@@ -32,7 +31,6 @@ class StepSettings:
     momentum: float
     retain: float | Tensor  # factor of the old momentum: ``momentum``, or 1 if the step is skipped
     nesterov: bool
-    gain: float  # factor of the gradient: 1, or where momentum is kept as a mean, 1 − ``momentum``
     decay: float | Tensor  # factor of the parameter
     rate: float | Tensor  # lr, negated if ``maximize``, before the shape's factor
     adjust: Callable[[int, int], float]  # factor of the lr for a matrix of (outputs, inputs)
@@ -61,10 +59,6 @@ class StepParam:
     rule_state: Sequence[Tensor] = ()  # for each rule that remembers, its numbers, laid out like the parameter
     # key and count of the random bits of stochastic rounding; None for rounding to nearest
     counter: Tensor | None = None
-    momentum_scales: Tensor | None = None  # of momentum in int8; None for any other, and between steps
-    # on this rank, before the step, if new ``momentum_scales`` had to be found before all else
-    old_scales: Tensor | None = None
-    blocks: MomentumBlocks | None = None  # of momentum in int8
     # the elements of the whole parameter that this rank holds, hashed; None without a counter
     elements: Elements | None = None
 
@@ -100,11 +94,6 @@ class StepParam:
         applied.
         """
         return may_fail(self.scheme, self.rules)
-
-    @property
-    def scales(self) -> bool:
-        """Whether a rule of it asks for numbers of the weight."""
-        return any(hasattr(rule, "scale") for rule in self.rules)
 
     @property
     def memories(self) -> dict[str, bool]:
@@ -194,8 +183,6 @@ class RunningStep:
     ready: Mark = None  # where the main stream has all gradients
     failures: list[Exception] = field(default_factory=list)  # errors so far on this rank, for the end of the step
     only_compiles: bool = False  # nothing is exchanged, orthogonalised, written or freed
-    # ``WeightSums.table``, and where ranks add it up
-    unreduced: list[tuple[Tensor, torch.device]] = field(default_factory=list)
     # if updates are guarded, what this rank has orthogonalised
     checked: list[CheckedUpdates] = field(default_factory=list)
 

@@ -20,32 +20,20 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from .int8 import BLOCK, LEAST_SCALE, MOST_SCALE, PER_AMAX, ROUNDS
-
 DIMS = 4
 """Most dims of a tensor after neighbouring ones are joined, the innermost included."""
 
-# A row of the table: its first tile, tiles side by side; of blocks that are cut, the columns before the first one and
-# behind the last one; sizes of ``DIMS`` dims; then address and strides of each operand.
-_HEAD = tl.constexpr(4 + DIMS)
+# A row of the table: its first tile, tiles side by side; sizes of ``DIMS`` dims; then address and strides of each
+# operand.
+_HEAD = tl.constexpr(2 + DIMS)
 _OPERAND = tl.constexpr(1 + DIMS)
 
 # Constants of ``rounding``.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
-_BLOCK, _PER_AMAX, _LEAST_SCALE = tl.constexpr(BLOCK), tl.constexpr(PER_AMAX), tl.constexpr(LEAST_SCALE)
-_MOST_SCALE, _ROUNDS = tl.constexpr(MOST_SCALE), tl.constexpr(ROUNDS)
-
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3, torch.int8: 3}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 """Dtypes that the kernels read and write, as they are told to the compiler."""
-
-IN_BLOCKS = 16
-"""The kind of numbers in int8 whose scales, as bytes, are operand n, is this and n. A row of a tile then is whole
-blocks.
-"""
-
-_IN_BLOCKS = tl.constexpr(IN_BLOCKS)
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -63,8 +51,7 @@ def _locate(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> tl.tensor:
-    # The row of the table of this program's tensor, and the rows and columns of its tile in that tensor. Tiles begin
-    # where blocks do: where the first block is cut, the first columns are negative.
+    # The row of the table of this program's tensor, and the rows and columns of its tile in that tensor.
     program = tl.program_id(0)
     low = program * 0
     high = tensors - 1
@@ -78,13 +65,10 @@ def _locate(
     across = tl.load(entry + 1)
     rows = (tile // across) * tile_rows + tl.arange(0, tile_rows)
     cols = (tile % across) * tile_cols + tl.arange(0, tile_cols)
-    size_0, size_1, size_2, size_3 = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
+    size_0, size_1, size_2, size_3 = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
     if dense:
-        of_tensor = cols < tl.multiple_of(size_3, 8)
-    else:
-        cols -= tl.load(entry + 2)
-        of_tensor = (cols >= 0) & (cols < size_3)
-    inside = (rows < size_0 * size_1 * size_2)[:, None] & of_tensor[None, :]
+        size_3 = tl.multiple_of(size_3, 8)
+    inside = (rows < size_0 * size_1 * size_2)[:, None] & (cols < size_3)[None, :]
     return entry, rows // (size_1 * size_2), (rows // size_2) % size_1, rows % size_2, cols, inside
 
 
@@ -120,7 +104,7 @@ def _pointers(address: tl.tensor, offsets: tl.tensor, kind: tl.constexpr, dense:
     elif kind == 4:
         at = address.to(tl.pointer_type(tl.uint64)) + offsets
     else:
-        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans, too
+        at = address.to(tl.pointer_type(tl.int8)) + offsets  # booleans
     if dense:
         at = tl.multiple_of(at, (16, 16))
     return at
@@ -144,10 +128,6 @@ def _read(
         numbers = (numbers.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif kind == 2:
         numbers = numbers.to(tl.float32)
-    elif kind >= _IN_BLOCKS:
-        numbers = numbers.to(tl.float32) * _of_elements(
-            _read_scales(entry, kind - _IN_BLOCKS, i0, i1, i2, cols, inside)
-        )
     return numbers
 
 
@@ -160,7 +140,7 @@ def _write(
     i2: tl.tensor,
     cols: tl.tensor,
     inside: tl.tensor,
-    numbers: tl.tensor,  # if they go to int8, those of whole blocks, and zeros where there are none
+    numbers: tl.tensor,
     noise: tl.tensor,  # 16 random bits for each number, or None to round to nearest
     kind: tl.constexpr,
     dense: tl.constexpr,
@@ -173,10 +153,6 @@ def _write(
         # adding to a NaN's bits may give any number
         upper = tl.where(numbers != numbers, 0x7FC0, (rounded >> 16) & 0xFFFF)
         tl.store(at, upper.to(tl.int16), mask=inside)
-    elif kind >= _IN_BLOCKS:
-        scales = _scales_from(numbers)
-        tl.store(at, _quanta(numbers, scales).to(tl.int8), mask=inside)
-        _write_scales(entry, kind - _IN_BLOCKS, i0, i1, i2, cols, inside, scales)
     else:
         tl.store(at, numbers.to(at.dtype.element_ty), mask=inside)
 
@@ -189,102 +165,12 @@ def _scalar(value: tl.tensor, in_memory: tl.constexpr) -> tl.tensor:
 
 
 @_jit
-def _in_blocks(numbers: tl.tensor) -> tl.tensor:
-    # (rows, blocks, elements of a block).
-    rows: tl.constexpr = numbers.shape[0]
-    blocks: tl.constexpr = numbers.shape[1] // _BLOCK
-    return tl.reshape(numbers, (rows, blocks, _BLOCK))
-
-
-@_jit
-def _of_elements(numbers: tl.tensor) -> tl.tensor:
-    # From a number for each block, (rows, blocks), to one for each element.
-    rows: tl.constexpr = numbers.shape[0]
-    blocks: tl.constexpr = numbers.shape[1]
-    return tl.reshape(tl.broadcast_to(numbers[:, :, None], (rows, blocks, _BLOCK)), (rows, blocks * _BLOCK))
-
-
-@_jit
-def _scale_places(
-    entry: tl.tensor,
-    operand: tl.constexpr,
-    i0: tl.tensor,
-    i1: tl.tensor,
-    i2: tl.tensor,
-    cols: tl.tensor,
-    inside: tl.tensor,
-) -> tl.tensor:
-    # Where the scales of a tile's blocks begin, bytes at any address, and which of them there are.
-    count: tl.constexpr = inside.shape[1] // _BLOCK
-    blocks = (tl.min(cols, axis=0) + tl.load(entry + 2)) // _BLOCK + tl.arange(0, count)
-    # of the first scale of each row: its last stride is 0
-    address, offsets = _offsets(entry, operand, i0, i1, i2, blocks, False)
-    return address + offsets + 2 * blocks[None, :], tl.max(_in_blocks(inside.to(tl.int32)), axis=2) > 0
-
-
-@_jit
-def _read_scales(
-    entry: tl.tensor,
-    operand: tl.constexpr,
-    i0: tl.tensor,
-    i1: tl.tensor,
-    i2: tl.tensor,
-    cols: tl.tensor,
-    inside: tl.tensor,
-) -> tl.tensor:
-    at, there = _scale_places(entry, operand, i0, i1, i2, cols, inside)
-    low = tl.load(at.to(tl.pointer_type(tl.int8)), mask=there, other=0).to(tl.int32) & 0xFF
-    high = tl.load((at + 1).to(tl.pointer_type(tl.int8)), mask=there, other=0).to(tl.int32) & 0xFF
-    return ((high << 24) | (low << 16)).to(tl.float32, bitcast=True)
-
-
-@_jit
-def _write_scales(
-    entry: tl.tensor,
-    operand: tl.constexpr,
-    i0: tl.tensor,
-    i1: tl.tensor,
-    i2: tl.tensor,
-    cols: tl.tensor,
-    inside: tl.tensor,
-    scales: tl.tensor,
-) -> None:
-    at, there = _scale_places(entry, operand, i0, i1, i2, cols, inside)
-    upper = tl.where(scales != scales, 0x7FC0, scales.to(tl.int32, bitcast=True) >> 16)
-    tl.store(at.to(tl.pointer_type(tl.int8)), upper.to(tl.int8), mask=there)
-    tl.store((at + 1).to(tl.pointer_type(tl.int8)), (upper >> 8).to(tl.int8), mask=there)
-
-
-@_jit
-def _scales_from(numbers: tl.tensor) -> tl.tensor:
-    # The scale of each block, as ``int8`` has it; NaN where a number is not finite. Magnitudes are compared as
-    # integers: their order is that of the numbers, with infinity and NaN behind all others.
-    largest = tl.max(_in_blocks(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF), axis=2)
-    scales = tl.minimum(tl.maximum(largest.to(tl.float32, bitcast=True) * _PER_AMAX, _LEAST_SCALE), _MOST_SCALE)
-    # up to the next of bfloat16
-    scales = ((scales.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
-    return tl.where(largest >= 0x7F800000, float("nan"), scales)
-
-
-@_jit
-def _quanta(numbers: tl.tensor, scales: tl.tensor) -> tl.tensor:
-    # Integers, as float32.
-    lost = scales != scales
-    divisors = tl.where(lost, 1.0, tl.maximum(scales, _LEAST_SCALE))  # new momentum's are zeros
-    ratios = tl.div_rn(numbers, _of_elements(divisors))
-    ratios = tl.minimum(tl.maximum((ratios + _ROUNDS) - _ROUNDS, -127.0), 127.0)
-    return tl.where(_of_elements(lost.to(tl.int32)) > 0, 0.0, ratios)
-
-
-@_jit
 def momentum_kernel(
     table: tl.tensor,
     tensors: tl.tensor,
     retain: tl.tensor,
     momentum: tl.tensor,
-    gain: tl.tensor,
     retain_in_memory: tl.constexpr,
-    scales: tl.constexpr,
     looks_ahead: tl.constexpr,
     fills: tl.constexpr,
     kind_0: tl.constexpr,
@@ -298,51 +184,14 @@ def momentum_kernel(
     # Operands: gradient, momentum and, if it fills, where the result goes.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
     grad = _read(entry, 0, i0, i1, i2, cols, inside, kind_0, dense)
-    if scales:  # else it would change how the sums below are rounded
-        grad = grad * gain
     old = _read(entry, 1, i0, i1, i2, cols, inside, kind_1, dense)
     buffer = old * _scalar(retain, retain_in_memory) + grad
-    if kind_1 >= _IN_BLOCKS:
-        ahead = buffer  # int8 is what is stored only
-        buffer = tl.where(inside, buffer, 0.0)
-        new_scales = _scales_from(buffer)
-        if retain_in_memory:  # a step that may be skipped: a block that has not changed might change in being rounded
-            changed = tl.max(_in_blocks((inside & (buffer != old)).to(tl.int32)), axis=2) > 0
-            old_scales = _read_scales(entry, kind_1 - _IN_BLOCKS, i0, i1, i2, cols, inside)
-            new_scales = tl.where(changed, new_scales, old_scales)
-        address, offsets = _offsets(entry, 1, i0, i1, i2, cols, dense)
-        tl.store(_pointers(address, offsets, kind_1, dense), _quanta(buffer, new_scales).to(tl.int8), mask=inside)
-        _write_scales(entry, kind_1 - _IN_BLOCKS, i0, i1, i2, cols, inside, new_scales)
-    else:
-        _write(entry, 1, i0, i1, i2, cols, inside, buffer, None, kind_1, dense)
-        ahead = _rounded(buffer, kind_1)  # what is looked ahead from is what was stored
+    _write(entry, 1, i0, i1, i2, cols, inside, buffer, None, kind_1, dense)
     if fills:
+        ahead = _rounded(buffer, kind_1)  # what is looked ahead from is what was stored
         if looks_ahead:
             ahead = ahead * momentum + grad
-        if kind_2 >= _IN_BLOCKS:
-            ahead = tl.where(inside, ahead, 0.0)
         _write(entry, 2, i0, i1, i2, cols, inside, ahead, None, kind_2, dense)
-
-
-@_jit
-def restore_kernel(
-    table: tl.tensor,
-    tensors: tl.tensor,
-    kind_0: tl.constexpr,
-    kind_1: tl.constexpr,
-    width: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    dense: tl.constexpr,
-) -> None:
-    # Operands: what becomes what it was where the update is not finite, what it was, and the update; of an update in
-    # int8, the upper bytes of scales.
-    entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    update = _read(entry, 2, i0, i1, i2, cols, inside, kind_1, False)
-    lost = inside & ((update & 0x7F) == 0x7F if kind_1 == 3 else update - update != 0)
-    if tl.max(tl.max(lost.to(tl.int32), axis=1), axis=0) > 0:
-        before = _read(entry, 1, i0, i1, i2, cols, inside, kind_0, dense)
-        _write(entry, 0, i0, i1, i2, cols, lost, before, None, kind_0, dense)
 
 
 @_jit
@@ -419,7 +268,6 @@ def update_kernel(
 def copy_kernel(
     table: tl.tensor,
     tensors: tl.tensor,
-    through_int8: tl.constexpr,
     kind_0: tl.constexpr,
     kind_1: tl.constexpr,
     width: tl.constexpr,
@@ -427,16 +275,9 @@ def copy_kernel(
     tile_cols: tl.constexpr,
     dense: tl.constexpr,
 ) -> None:
-    # Operands: target, source. What goes to int8 may be a part of blocks of which the source has all.
+    # Operands: target, source.
     entry, i0, i1, i2, cols, inside = _locate(table, tensors, width, tile_rows, tile_cols, dense)
-    there = inside
-    if kind_0 >= _IN_BLOCKS and not dense:
-        size_3 = tl.load(entry + 7) + tl.load(entry + 3)
-        there = (tl.max(inside.to(tl.int32), axis=1) > 0)[:, None] & (cols < size_3)[None, :]
-    numbers = _read(entry, 1, i0, i1, i2, cols, there, kind_1, dense)
-    if through_int8:
-        scales = _scales_from(numbers)
-        numbers = _quanta(numbers, scales) * _of_elements(scales)
+    numbers = _read(entry, 1, i0, i1, i2, cols, inside, kind_1, dense)
     _write(entry, 0, i0, i1, i2, cols, inside, numbers, None, kind_0, dense)
 
 

@@ -1,14 +1,12 @@
-"""What an update rule is to the executor: ``UpdateRule``, what it remembers, and what it may see of a weight."""
+"""What an update rule is to the executor: ``UpdateRule``, and what it remembers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
-from ..errors import ConfigError, shown
 from ..ortho import Orthogonalizer, Scheme
 
 
@@ -24,9 +22,6 @@ class UpdateRule(Protocol):
        the rows if there are as many.
     2. ``before``: the executor, at every step, once per batch, before the batch is orthogonalised.
     3. ``after``: the executor, in the same step, once the whole batch is orthogonalised.
-    4. ``scale``, if the rule has such a method: the executor, on every holder of a matrix, when the update has arrived
-       there. It gets ``WeightNumbers`` and returns the factors (decay, rate) of W ← decay·W − rate·U, one of each per
-       matrix. It must not raise: it is tried once, with ones, when a plan is prepared.
 
     ``before`` and ``after`` are called only where the matrices are whole: at their owner or, for a matrix that is not
     exchanged, on every rank that holds it. They change their arguments in place, must treat each matrix independently
@@ -54,36 +49,6 @@ class UpdateRule(Protocol):
         ``remembers``. With a number per column it is (batch, 1, inputs).
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class WeightNumbers:
-    """What ``scale`` of a rule sees: for each matrix one number in float64. The same bits on every layout."""
-
-    weight_norm: Tensor  # Frobenius norm of the weight W
-    update_norm: Tensor  # of the update U, after ``after`` of all rules
-    inner: Tensor  # ⟨W, U⟩
-    lr: Tensor  # negative if ``maximize``
-    rate: Tensor  # factor of U: lr times that of ``adjust_lr_fn``, or what the rule before has made of it
-    decay: Tensor  # factor of W: 1 − lr·weight_decay, or what the rule before has made of it
-    shape: tuple[int, int]  # outputs and inputs of the matrices
-
-
-def scaled(rules: Iterable[UpdateRule], numbers: WeightNumbers) -> WeightNumbers:
-    """``numbers`` with the decay and rate that those rules make of them which have ``scale``."""
-    for rule in rules:
-        if (scale := getattr(rule, "scale", None)) is not None:
-            factors = scale(numbers)
-            if (
-                not isinstance(factors, tuple)
-                or [getattr(factor, "shape", None) for factor in factors] != [numbers.lr.shape] * 2
-            ):
-                raise ConfigError(
-                    f"rule={shown(rule)}: its scale() must return two tensors (decay, rate) with one number per "
-                    f"matrix each, as numbers.decay and numbers.rate are; it returned {shown(factors)}."
-                )
-            numbers = replace(numbers, decay=factors[0], rate=factors[1])
-    return numbers
 
 
 RULE_STATE = "rule_memory"

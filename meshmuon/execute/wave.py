@@ -1,8 +1,8 @@
 """One wave on one rank: pieces go to the owners of their matrices, are orthogonalised there, and come back as updates.
 
 ``Wave.run`` is the whole way in reading order. It is a generator that yields twice, after each of its two exchanges has
-started, so that other waves can work meanwhile; once more if it sends its results in a turn of their own, and if rules
-ask for sums over weights. A matrix that is whole on its rank needs no exchange: ``local_batch.py``.
+started, so that other waves can work meanwhile; once more if it sends its results in a turn of their own. A matrix that
+is whole on its rank needs no exchange: ``local_batch.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from ..errors import OrthogonalizeError
 from ..transport import Pending
 from .buffers import Stage
-from .int8 import Numbers
 from .ortho_batch import OrthoBatch, orthogonalize_error
 from .shards import NONE_FAILED, MomentumViews, UpdateViews, restore
 from .step_param import MatrixKey, RunningStep
@@ -45,11 +44,9 @@ class Wave:
 
     params: frozenset[int]  # the parts whose matrices travel in it, between any ranks
     momentum_views: MomentumViews  # where what this rank sends is written
-    rounding: CopyPairs  # from there to the buffer that is sent, where that is not written at once
     gather: PreparedExchange  # the exchange of pieces, to their owners
     owned_batches: tuple[OwnedBatch, ...]  # the matrices that this rank owns, batch by batch
     scatter: PreparedExchange  # the exchange of updates, back to the holders of the pieces
-    restoring: CopyPairs  # from the buffer that is received to where it is read, where that is not the same
     update_views: UpdateViews  # where each piece of the update then is
     frees: Sequence[int]  # the parts whose gradients it is the last to read
     fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
@@ -73,7 +70,6 @@ class Wave:
         with streams.on_side_stream(step.ready, step.freed_gradients(self.frees)), observer.phase("momentum"):
             old_momenta = self.update_views.copy_momenta(step)
             fallible_momenta = self.momentum_views.fill(step)
-            self.rounding.run(step)
             if self.stage is not None and not step.only_compiles:
                 self.stage.to_device()
             gather = self.gather.start(step, "gather")
@@ -99,13 +95,8 @@ class Wave:
                     self.stage.to_host()
                 failed = self._failed_anywhere(step) if self.fallible else NONE_FAILED
             with observer.phase("update"):
-                self.restoring.run(step)
-                asks = self.update_views.add_products(step)
-        if asks:
-            yield
-        with streams.on_side_stream(step.ready), observer.phase("update"):
-            restore(fallible_momenta, failed)
-            self.update_views.apply(step, failed, old_momenta)
+                restore(fallible_momenta, failed)
+                self.update_views.apply(step, failed, old_momenta)
 
     def _failed_anywhere(self, step: RunningStep) -> frozenset[MatrixKey]:
         """The matrices of the wave that have failed at their owners. All ranks keep the same error of them.
@@ -141,7 +132,6 @@ class OwnedBatch:
     ortho_batch: OrthoBatch  # where they are orthogonalised
     unpack: CopyPairs  # from the pieces in the exchange buffers to ``ortho_batch``
     pack: CopyPairs  # from ``ortho_batch`` to the pieces in the exchange buffers
-    rounds: bool = False  # to int8, what has been gathered unrounded
 
     def run(self, step: RunningStep) -> None:
         """Assembles the matrices from their pieces, orthogonalises them, and cuts them into pieces again."""
@@ -149,8 +139,6 @@ class OwnedBatch:
             return
         with step.observer.phase("gather"):
             self.unpack.run(step)
-            if self.rounds:
-                step.elementwise.round_to_int8(self.ortho_batch.stacked)
         if self.ortho_batch.orthogonalise(step):
             with step.observer.phase("scatter"):
                 self.pack.run(step)
@@ -158,10 +146,10 @@ class OwnedBatch:
 
 @dataclass(frozen=True, slots=True)
 class CopyPairs:
-    """Two lists of views with equal shapes; each source is copied to its target. One of them may be in int8."""
+    """Two lists of views with equal shapes; each source is copied to its target."""
 
-    target: Sequence[Numbers]
-    source: Sequence[Numbers]
+    target: list[Tensor]
+    source: list[Tensor]
 
     def run(self, step: RunningStep) -> None:
         if self.target:

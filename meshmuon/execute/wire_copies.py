@@ -1,28 +1,20 @@
-"""The copies of a wave: between shards and exchange buffers, and between these and the matrices of batches.
-
-They are as the pieces are, or into int8 and out of it.
-"""
+"""The copies of a wave: between shards and exchange buffers, and between these and the matrices of batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..plan import PieceTransfer
-from .buffers import PlacedPiece, PlacedTransfers, int8_views, offsets_of, strided_views
-from .int8 import Numbers
+from .buffers import PlacedPiece, PlacedTransfers, offsets_of, strided_views
 from .ortho_batch import OrthoBatch
 from .program_builder import MatrixBatch, ProgramBuilder
 from .rounding import RoundingScratch
 from .shards import ShardView, UpdateViews
-from .wave import NO_COPIES, CopyPairs, OwnedBatch
-from .weight_sums import WeightSums, new_table
-from .wire import LaneWire, size_on_wire
+from .wave import CopyPairs, OwnedBatch
 
 Places: TypeAlias = "Sequence[tuple[PlacedTransfers, Tensor]]"
 """Where pieces are in buffers."""
@@ -45,9 +37,8 @@ class Way(NamedTuple):
         cls, dtype: torch.dtype, own: Sequence[PieceTransfer], owned: Sequence[PieceTransfer], staying: PlacedTransfers
     ) -> Way:
         """``staying`` has offsets in bytes: those of a piece are the same in both directions."""
-        size = partial(size_on_wire, dtype=dtype)
         at_end = [(transfer, offset // dtype.itemsize) for transfer, offset in staying]
-        return cls(dtype, offsets_of(own, size=size), at_end, offsets_of(owned, size=size))
+        return cls(dtype, offsets_of(own), at_end, offsets_of(owned))
 
     def of_dtype(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         return first.view(self.dtype), second.view(self.dtype)
@@ -57,40 +48,14 @@ class Way(NamedTuple):
         return list(zip((self.owned, self.staying), self.of_dtype(matrices, shards), strict=True))
 
 
-def beside_wire(
-    builder: ProgramBuilder, name: str, wave: int, way: Way, buffer: Tensor
-) -> tuple[PieceViews, CopyPairs]:
-    """Where this rank's pieces of a wave are for its weights, and the copies between there and the exchange buffer.
-
-    They are in the exchange buffer itself. A piece in int8 that is no single view of the weight with its blocks in
-    order is in memory of its own, called ``name``, as numbers that are copied from or to there.
-    """
+def views_of(builder: ProgramBuilder, way: Way, buffer: Tensor) -> PieceViews:
+    """Where this rank's pieces of a wave are for its weights: in the exchange buffer itself."""
     buffer = buffer.view(way.dtype)
-    views: list[tuple[PieceTransfer, list[ShardView]]] = []
-    apart: list[tuple[PieceTransfer, int]] = []
-    for transfer, offset in (*way.own, *way.staying):
-        shards = builder.shards_of_piece(transfer, offset, buffer)
-        if shards is None:
-            apart.append((transfer, offset))
-        else:
-            views.append((transfer, shards))
-    if not apart:
-        return views, NO_COPIES
-    template, in_numbers = builder.lane_template(wave), offsets_of([transfer for transfer, _ in apart])
-    size = sum(transfer.piece.size for transfer, _ in apart)
-    numbers = builder.workspace.take(f"{name} {wave}", (size,), template.update_dtype, template.param.device)
-    pieces = [PlacedPiece(t.piece, offset, at) for (t, offset), (_, at) in zip(apart, in_numbers, strict=True)]
-    views += [(transfer, builder.piece_views(transfer, at, numbers)) for transfer, at in in_numbers]
-    return views, CopyPairs(*int8_views(pieces, numbers, buffer))
+    return [(transfer, builder.piece_views(transfer, offset, buffer)) for transfer, offset in (*way.own, *way.staying)]
 
 
 def owned_batch(
-    builder: ProgramBuilder,
-    batch: MatrixBatch,
-    ortho_batch: OrthoBatch,
-    unpack_from: Places,
-    pack_into: Places,
-    wire: LaneWire,
+    builder: ProgramBuilder, batch: MatrixBatch, ortho_batch: OrthoBatch, unpack_from: Places, pack_into: Places
 ) -> OwnedBatch:
     """A batch with its copies.
 
@@ -109,30 +74,22 @@ def owned_batch(
         _views(places, ortho_batch.stacked) for places in (arrived, leaving)
     )
     unpack, pack = CopyPairs(in_batch, in_buffers), CopyPairs(into_buffers, out_of_batch)
-    return OwnedBatch(ortho_batch, unpack, pack, rounds=wire.by_owner)
+    return OwnedBatch(ortho_batch, unpack, pack)
 
 
-def _views(places: PlacedPieces, stacked: Tensor) -> tuple[list[Numbers], list[Numbers]]:
-    of_batch, of_buffers = list[Numbers](), list[Numbers]()
+def _views(places: PlacedPieces, stacked: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    of_batch, of_buffers = list[Tensor](), list[Tensor]()
     for pieces, buffer in places:
-        views = (int8_views if buffer.dtype == torch.int8 else strided_views)(pieces, stacked, buffer)
+        views = strided_views(pieces, stacked, buffer)
         of_batch += views[0]
         of_buffers += views[1]
     return of_batch, of_buffers
 
 
 def update_views(builder: ProgramBuilder, wave: int, views: PieceViews) -> UpdateViews:
-    """The views of a wave's updates. The table of sums has a row for each of its tasks whose rules ask for them."""
-    tasks = (
-        t for t, task in enumerate(builder.plan.tasks) if task.wave == wave and builder.step_params[task.param].scales
+    """The views of a wave's updates."""
+    shards = [shard for _, of_piece in views for shard in of_piece]
+    scratch = RoundingScratch(builder.workspace, "rounding beside")
+    return UpdateViews(
+        shards, builder.step_params, scratch, builder.momentum_slot(wave % builder.plan.options.in_flight)
     )
-    rows, shards = {task: row for row, task in enumerate(tasks)}, list[ShardView]()
-    for transfer, of_piece in views:
-        if (row := rows.get(transfer.task)) is not None:
-            holdings = builder.plan.tasks[transfer.task].sharded.holdings
-            counted = builder.rank == next(rank for rank in transfer.piece.holders if rank in holdings)
-            of_piece = [replace(shard, rows=slice(row, row + 1), counted=counted) for shard in of_piece]
-        shards += of_piece
-    template, slot = builder.lane_template(wave), builder.momentum_slot(wave % builder.plan.options.in_flight)
-    sums = WeightSums(new_table(len(rows), template.param.device), template.work_device) if rows else None
-    return UpdateViews(shards, builder.step_params, RoundingScratch(builder.workspace, "rounding beside"), slot, sums)

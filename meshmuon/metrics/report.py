@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from ..device import Mark
-from ..execute import WeightNumbers, scaled
 from ..ortho import Scheme, scheme_for
 from ..params.lr import lr_factor
 from .numbers import PHASES, Column, Measured, Numbers
@@ -126,10 +124,11 @@ def report(measurement: Measurement) -> dict[str, Any]:
         rows = told["table"][numbers.first_rows[k] :][: measured.rows].double()
         sigmas = largest_singular_values(rows[:, Column.LANCZOS :]).tolist() if muon else [0.0]
         group = measurement.groups[group_index]
-        rates = _rates(float(told[f"lr {group_index}"]), rows, measured, group)
-        for name, row, lr, sigma in zip(measured.names, rows.tolist(), rates, sigmas, strict=True):
+        factor = 1.0 if matrices is None else lr_factor(group["adjust_lr_fn"], *matrices.lr_shape)
+        rate = factor * float(told[f"lr {group_index}"])
+        for name, row, sigma in zip(measured.names, rows.tolist(), sigmas, strict=True):
             values = _values_of(
-                row, measured, lr, sigma, rounding=group["rounding"], vectors=numbers.vectors is not None
+                row, measured, rate, sigma, rounding=group["rounding"], vectors=numbers.vectors is not None
             )
             content["matrices" if muon else "adamw"][name] = values
             by_group.setdefault(group_index, []).append(values)
@@ -137,22 +136,6 @@ def report(measurement: Measurement) -> dict[str, Any]:
     content["groups"] = {str(index): _aggregate(members) for index, members in sorted(by_group.items())}
     content["kinds"] = {name: _aggregate(members) for name, members in by_kind.items()}
     return content
-
-
-def _rates(lr: float, rows: Tensor, measured: Measured, group: Mapping[str, Any]) -> list[float]:
-    """What the update of each matrix was multiplied by. Rules with ``scale`` see an inner product of 0, which is
-    not measured.
-    """
-    matrices, rules = measured.matrices, measured.record.rules
-    rate = lr * (lr_factor(group["adjust_lr_fn"], *matrices.lr_shape) if matrices is not None else 1.0)
-    if matrices is None or not lr or not any(hasattr(rule, "scale") for rule in rules):
-        return [rate] * len(rows)
-    weight, update, zero = rows[:, Column.WEIGHT].sqrt(), rows[:, Column.UPDATE].sqrt(), torch.zeros_like(rows[:, 0])
-    decay = 1 - lr * group["weight_decay"]
-    numbers = scaled(
-        rules, WeightNumbers(weight, update, zero, zero + lr, zero + rate, zero + decay, matrices.lr_shape)
-    )
-    return (zero + numbers.rate).tolist()
 
 
 def _aggregate(members: Sequence[Mapping[str, Any]]) -> Values:

@@ -14,7 +14,6 @@ from .heads import HeadFinder, declared_heads, is_repeated, last_linear
 from .names import is_embedding_name
 from .not_matrices import FEW_ROWS, Filter, filter_of, has_few_rows, why_no_matrix, why_not_flattened
 from .place import ParamPlace, models_in, places_of
-from .traced import convolved_in_graphs, cut_in_graph, is_instance, looked_up_in_graphs
 
 LOOKS_FUSED = "matrix: looks fused, parts unknown"
 UNKNOWN_STACK = "more than two dims, not known as a stack of matrices"
@@ -65,10 +64,6 @@ class ModelContents:
         places = list(places_of(model))
         self._places = {place.name: place for place in places}
         self._embeddings = [_addresses(param) for param in _embeddings(model, places)]
-        self._filters = {
-            id(param): Filter(groups, transposed="transpose" in function)
-            for param, function, groups in convolved_in_graphs(model)
-        }
         self._heads = [_addresses(param) for param in declared_heads(model)]
         self._head_finder = HeadFinder(places)
         last = [
@@ -78,7 +73,7 @@ class ModelContents:
 
     def _has_head(self, model: nn.Module, places: Sequence[ParamPlace]) -> bool:
         """Whether a head is known by more than being the last linear layer."""
-        weights = [getattr(module, "weight", None) for module in model.modules() if is_instance(module, nn.Linear)]
+        weights = [getattr(module, "weight", None) for module in model.modules() if isinstance(module, nn.Linear)]
         weights += [place.param for place in places if not _is_embedding(place.module)]
         tied_head = any(isinstance(weight, Tensor) and _overlaps(weight, self._embeddings) for weight in weights)
         return tied_head or any(map(self._head_finder.reason, places)) or any(True for _ in declared_heads(model))
@@ -92,10 +87,10 @@ class ModelContents:
     def _table(self, place: ParamPlace) -> ParamContents | None:
         for tables, reason in ((self._embeddings, "embedding"), (self._heads, "output head")):
             if _overlaps(place.param, tables):
-                own = _is_embedding(place.module) or reason == "output head" or not is_instance(place.module, nn.Linear)
+                own = _is_embedding(place.module) or reason == "output head" or not isinstance(place.module, nn.Linear)
                 return ParamContents("adamw", reason if own else f"tied to an {reason}")
         if is_embedding_name(list(place.parts)) and not self._is_expert(place):
-            if filter_of(place, self._filters) is None:
+            if filter_of(place) is None:
                 return ParamContents("adamw", "embedding: by name")
             if not is_repeated(place):  # a patch embedding may be a network
                 return ParamContents("adamw", "patch embedding")
@@ -109,7 +104,7 @@ class ModelContents:
         no_matrix, stack = why_no_matrix(place), stack_of(place)
         if self._is_expert(place) and no_matrix not in ("bias", "norm"):
             return ParamContents("muon", "expert_keys", ONE_MATRIX if stack is None else stack[1])
-        conv_filter = filter_of(place, self._filters)
+        conv_filter = filter_of(place)
         if conv_filter is not None:
             return self._filter(place, conv_filter)
         reason = no_matrix or self._head_finder.reason(place)
@@ -167,9 +162,6 @@ class ModelContents:
 def _whole_or_parts(place: ParamPlace, matrices: ParamMatrices, kind: str, outputs: int, inputs: int) -> ParamContents:
     """A weight that is one matrix of this kind, or several fused ones."""
     known = fused_split(place, outputs, inputs)
-    if known is not None or looks_fused_name(place.parts):
-        in_graph = cut_in_graph(place.modules, place.parts, outputs)
-        known = known if in_graph is None else ("parts, as its graph cuts them", in_graph)
     if known is not None and known[1] is not None:
         return _in_parts(f"fused {known[0]}{kind.removeprefix('matrix')}", replace(matrices, split=known[1]), outputs)
     return ParamContents("muon", LOOKS_FUSED if known is None and looks_fused_name(place.parts) else kind, matrices)
@@ -219,7 +211,7 @@ def _adapter(place: ParamPlace) -> ParamContents | None:
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    return is_instance(module, (nn.Embedding, nn.EmbeddingBag))
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
 def _embeddings(model: nn.Module, places: Sequence[ParamPlace]) -> Iterator[Tensor]:
@@ -227,7 +219,6 @@ def _embeddings(model: nn.Module, places: Sequence[ParamPlace]) -> Iterator[Tens
     weights = (getattr(module, "weight", None) for module in model.modules() if _is_embedding(module))
     yield from (weight for weight in weights if isinstance(weight, Tensor))
     yield from (place.param for place in places if _is_embedding(place.module))
-    yield from looked_up_in_graphs(model)
 
 
 def _overlaps(param: Tensor, tables: Sequence[range]) -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..matrices import Interleaved, ParamMatrices, Split
 from .fused import fused_split
 from .place import ParamPlace
-from .traced import is_instance
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def _proven_dims(place: ParamPlace) -> str | None:
 def _linear_shapes(modules: Sequence[nn.Module]) -> Iterator[Sequence[int]]:
     for child in (child for module in modules for child in module.children()):
         weight = getattr(child, "weight", None)
-        if is_instance(child, nn.Linear) and isinstance(weight, Tensor):
+        if isinstance(child, nn.Linear) and isinstance(weight, Tensor):
             yield weight.shape
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from ..matrices import Interleaved, Split
 from .names import is_number
 from .place import ParamPlace
-from .traced import class_of, is_instance
 
 _QKV = r"qkv|qkv_proj|qkv_linear|[wW]_?qkv|to_qkv|attn_qkv|c_attn|att_proj|in_proj_weight|in_proj_qkv"
 _GATED_MLP = r"(\w+_)?(gate_?up|gate_and_up|up_gate)(_proj|_layer|_z|_weight)?|w_?12|w_?13|weights_in"
@@ -191,11 +190,11 @@ def fused_split(place: ParamPlace, outputs: int, inputs: int) -> tuple[str, Spli
     """The parts of a fused weight, as text and as a ``split`` (None for one part); None if it is not known to be
     fused.
     """
-    if is_instance(place.module, (nn.RNNBase, nn.RNNCellBase)):
-        gates = next((count for classes, count in _GATES.items() if is_instance(place.module, classes)), 1)
+    if isinstance(place.module, (nn.RNNBase, nn.RNNCellBase)):
+        gates = next((count for classes, count in _GATES.items() if isinstance(place.module, classes)), 1)
         projection = place.parts[-1].startswith("weight_hr")  # of the hidden state, with proj_size
         return None if gates == 1 or projection or outputs % gates else (f"{gates} gates", (outputs // gates,) * gates)
-    if place.label == "in_proj_weight" and is_instance(place.module, nn.MultiheadAttention):
+    if place.label == "in_proj_weight" and isinstance(place.module, nn.MultiheadAttention):
         return "q, k, v", (outputs // 3,) * 3
     # a layer inside a Sequential, or beside its norm, has a dull name
     labels = (place.label, ".".join(place.parts[-3:-1]))
@@ -289,7 +288,7 @@ def _is_in_thirds(place: ParamPlace, outputs: int, inputs: int) -> bool:
 def _says(place: ParamPlace, pattern: str) -> bool:
     """Whether the name of a linear layer, or the name or a class of its owner, says so."""
     names = [*place.parts[-2:-1], *[part for part in place.parts[:-2] if not is_number(part)][-1:]]
-    classes = [cls.__name__ for cls in class_of(place.owner).__mro__ if issubclass(cls, nn.Module)]  # no mixins
+    classes = [cls.__name__ for cls in type(place.owner).__mro__ if issubclass(cls, nn.Module)]  # no mixins
     return place.parts[-1] == "weight" and any(re.search(pattern, name) for name in (*names, *classes))
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from .names import is_embedding_name, is_head_name, is_number
 from .place import ParamPlace, is_a
-from .traced import class_of, is_instance
 
 _HEAD_METHODS = ("get_output_embeddings", "get_classifier")  # of transformers, of timm
 _SIZES = re.compile(r"\w*vocab_size|n_words|num_\w*(labels|classes|answers)|codebook_size")
@@ -50,12 +49,12 @@ def last_linear(model: nn.Module, places: Sequence[ParamPlace]) -> ParamPlace | 
         return None
     place = weights[-1]
     square = place.param.shape[0] == place.param.shape[1]
-    pointwise = is_instance(place.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and math.prod(place.param.shape[2:]) == 1
+    pointwise = isinstance(place.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and math.prod(place.param.shape[2:]) == 1
     return place if (_is_linear(place) or pointwise) and not square and not is_repeated(place) else None
 
 
 def _is_linear(place: ParamPlace) -> bool:
-    return is_instance(place.module, nn.Linear) and place.parts[-1] == "weight"
+    return isinstance(place.module, nn.Linear) and place.parts[-1] == "weight"
 
 
 def is_repeated(place: ParamPlace) -> bool:
@@ -66,7 +65,7 @@ def is_repeated(place: ParamPlace) -> bool:
         if isinstance(container, (nn.ModuleList, nn.ModuleDict)):  # also of one block, as in a pipeline stage
             return True
         children = list(container.children())
-        twins = sum(class_of(child) is class_of(module) for child in children)
+        twins = sum(type(child) is type(module) for child in children)
         if module is not place.module and (twins > 1 or len(children) == 1):  # a single one may be a stage's only block
             return True
     return False
@@ -83,7 +82,7 @@ class HeadFinder:
         tables = (
             place
             for place in places
-            if is_instance(place.module, nn.Embedding) and not _OTHER_TABLES.search(place.label)
+            if isinstance(place.module, nn.Embedding) and not _OTHER_TABLES.search(place.label)
         )
         self._vocabularies = {tuple(place.param.shape) for place in tables}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 from .heads import is_repeated
 from .names import is_table_label
 from .place import ParamPlace, is_a
-from .traced import is_instance
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # (in, out, *kernel)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
@@ -74,13 +72,13 @@ class Filter:
 def why_no_matrix(place: ParamPlace) -> str | None:
     """Why a parameter is not a matrix; None if nothing speaks against it."""
     module, last = place.module, place.parts[-1]
-    if is_instance(module, _NORMS) or (place.held_by(r"Norm\w*$|GRN$") and not hasattr(module, "in_features")):
+    if isinstance(module, _NORMS) or (place.held_by(r"Norm\w*$|GRN$") and not hasattr(module, "in_features")):
         return "norm"
     if "parametrizations" in place.parts and re.fullmatch(r"original[01]", last):
         return "weight-norm part"
     if re.fullmatch(r"\w*(rel_pos|relative_(attention|position)|position|pos)_(\w+_)?bias", place.label):
         return "position table"  # also as a linear layer after one-hot vectors
-    if is_instance(module, _WEIGHTED) and last not in ("weight_g", "weight_v"):
+    if isinstance(module, _WEIGHTED) and last not in ("weight_g", "weight_v"):
         return "bias" if last.startswith("bias") else None
     # of ``registers.0``, the list's
     label = place.parts[-2] if isinstance(module, _LISTS) and len(place.parts) > 1 else last
@@ -128,16 +126,11 @@ def is_bias_of_stack(place: ParamPlace) -> bool:
     return any(stack.shape[0] == count and width in stack.shape[1:] for stack in stacks)
 
 
-def filter_of(place: ParamPlace, in_graphs: Mapping[int, Filter]) -> Filter | None:
-    """The filter of a convolution that a parameter is; None if it is none.
-
-    ``in_graphs`` has those that the model's graphs show, by ``id``.
-    """
-    if place.param.dim() < 3:
+def filter_of(place: ParamPlace) -> Filter | None:
+    """The filter of a convolution that a parameter is; None if it is none."""
+    if place.param.dim() < 3 or not isinstance(place.module, _CONVOLUTIONS) or place.parts[-1] != "weight":
         return None
-    if isinstance(place.module, _CONVOLUTIONS) and place.parts[-1] == "weight":
-        return Filter(place.module.groups, isinstance(place.module, _TRANSPOSED))
-    return in_graphs.get(id(place.param))
+    return Filter(place.module.groups, isinstance(place.module, _TRANSPOSED))
 
 
 def why_not_flattened(place: ParamPlace, conv_filter: Filter) -> str | None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..matrices import WRAPPERS
 from .names import is_number
-from .traced import class_of
 
 _INSERTED = WRAPPERS | {"base_layer"}  # PEFT keeps the layer that it adapts under this name
 
@@ -140,7 +139,7 @@ class ParamPlace:
 
 def is_a(module: nn.Module, pattern: str) -> bool:
     """Whether a class of the module matches; FSDP2 and others put their own classes in front."""
-    return any(re.search(pattern, cls.__name__) for cls in class_of(module).__mro__[:-2])
+    return any(re.search(pattern, cls.__name__) for cls in type(module).__mro__[:-2])
 
 
 def places_of(model: nn.Module) -> Iterator[ParamPlace]:

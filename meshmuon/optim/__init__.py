@@ -2,6 +2,5 @@
 
 from .dist_muon import DistMuon
 from .muon import Muon
-from .torch_muon import TorchMuon
 
-__all__ = ["DistMuon", "Muon", "TorchMuon"]
+__all__ = ["DistMuon", "Muon"]

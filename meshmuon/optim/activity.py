@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..agree.step_decision import Activity
-from ..errors import ConfigError, GradientError, InactiveWarning, RoutingWarning, level_of_user
+from ..errors import ConfigError, GradientError, InactiveWarning, level_of_user
 from ..matrices import without_wrappers
 from ..models import CONV_ADAMW, SMALL_FILTER
 from ..params.option_table import ParamGroup
@@ -51,7 +51,7 @@ class ActivityCheck:
     def __init__(self, allowed: bool) -> None:
         self.allowed = allowed
         self.active = False  # whether a matrix had a gradient, on any rank
-        self._warned = self._rates_seen = False
+        self._warned = False
         self._verified = False  # whether the parameters were compared with the model's in a step with gradients
         # names of a param group → the model they are from
         self._models: dict[tuple[str, ...], weakref.ref[nn.Module]] = {}
@@ -85,9 +85,6 @@ class ActivityCheck:
 
     def of(self, groups: Sequence[ParamGroup], params: Sequence[ParamRecord], has_grad: Sequence[bool]) -> Activity:
         """The activity of this rank; ``params`` are those of the ``groups`` that are awake."""
-        if not self._rates_seen:  # by the first step a scheduler has written what it wants into the groups
-            self._rates_seen = True
-            _warn_of_shared_rates(groups)
         if self.active or self.allowed:
             return Activity.ACTIVE
         of_muon = [group for group in groups if group["use_muon"] and group["params"]]
@@ -158,27 +155,6 @@ def _without_gradient(param: Tensor) -> Activity:
 def _is_default(group: Mapping[str, Any]) -> bool:
     """Whether ``get_default_muon_param_groups`` has made the param group."""
     return isinstance(group.get("reasons"), Mapping)
-
-
-def _warn_of_shared_rates(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Warns if a scheduler has different rates for groups that share one lr tensor: its last value would hold for
-    all.
-    """
-    wanted: dict[int, set[float]] = {}
-    for group in groups:
-        rate = group.get("max_lr", group.get("initial_lr"))  # of OneCycleLR, of other schedulers
-        if isinstance(group.get("lr"), Tensor) and isinstance(rate, int | float):
-            wanted.setdefault(id(group["lr"]), set()).add(rate)
-    for rates in wanted.values():
-        if len(rates) > 1:
-            listed = ", ".join(f"{rate:g}" for rate in sorted(rates))
-            warnings.warn(
-                "several param groups have one and the same tensor as their lr, and a scheduler has different rates "
-                f"in mind for them ({listed}): the rate of the last group holds for all. Give each group its own, "
-                'group["lr"] = group["lr"].clone(), before the scheduler is built.',
-                RoutingWarning,
-                stacklevel=level_of_user(),
-            )
 
 
 def _params_of(model: nn.Module | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -17,13 +17,13 @@ from ..params.checks import check_replica_group
 from ..params.dtensors import as_dtensor
 from ..params.param_record import ParamRecord, named_params
 from ..plan import PartIndex, Plan
-from ..state.param_state import MOMENTUM, SCALES
+from ..state.param_state import MOMENTUM
 from ..transport import all_gather_objects, averaged, broadcast, turn_of
 from .collect import gradient_of
 from .muon import Muon
 from .muon_step import StepContext
 
-_NO_OPTIONS = ("replicas", "replica_group", "reference_path", "use_distributed_muon", "comm_dtype")
+_NO_OPTIONS = ("replicas", "replica_group", "use_distributed_muon", "comm_dtype")
 
 
 class DistMuon(Muon):
@@ -232,7 +232,7 @@ def _first_sharded(params: Iterable[tuple[str, Tensor]]) -> UnsupportedError | N
 
 def _kinds(state: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype, as ``"float32"``, of that part of a parameter's state which only owners have."""
-    tensors = {key: value for key, value in state.items() if key in (MOMENTUM, SCALES) or key.startswith(RULE_STATE)}
+    tensors = {key: value for key, value in state.items() if key == MOMENTUM or key.startswith(RULE_STATE)}
     return {key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for key, tensor in tensors.items()}
 
 

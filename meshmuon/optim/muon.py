@@ -16,12 +16,12 @@ from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
 from ..agree.state_presence import has_begun
 from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError
-from ..execute import CommDtype, CommDtypeLike, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
-from ..matrices import Conv, ExpertDims, Split
+from ..execute import CommDtypeLike, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
+from ..matrices import Conv, Split
 from ..metrics.meter import Meter
 from ..ortho import SchemeLike
 from ..ortho.kernels.products import Kernels
-from ..params.arguments import options_from, warn_of_older_names
+from ..params.arguments import options_from, warn_of_names
 from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
 from ..params.groups import check_group, keep_options, normalise_group, normalise_params
@@ -88,9 +88,9 @@ class Muon(PreparedStep):
         none_grad: bool = True,
         debug: bool = False,  # sets the level of the logger ``meshmuon`` to DEBUG
         clip_config: Mapping[str, Any] | None = None,
-        warmup_step: int = 5,  # older name of waves_ahead
+        warmup_step: int = 5,
         chunk_size: int = -1,
-        use_distributed_muon: bool = False,  # older name of reference_path
+        use_distributed_muon: bool = False,
         expert_keys: Sequence[str] | None = None,
         *,
         # Everyday.
@@ -102,7 +102,6 @@ class Muon(PreparedStep):
         maximize: bool = False,
         # What is in the model.
         split: Split | None = None,
-        expert_dims: ExpertDims = "out_in",
         matrices: Mapping[str, Mapping[str, Any]] | None = None,
         conv: Conv | None = None,
         # Update rules and rounding.
@@ -117,7 +116,6 @@ class Muon(PreparedStep):
         replica_group: ReplicaGroup | None = None,
         replicas: Replicas = "auto",
         memory_budget: int | None = None,
-        waves_ahead: int | None = None,
         deterministic: bool = False,
         compile: bool | str = False,
         cuda_graphs: bool = False,
@@ -125,26 +123,24 @@ class Muon(PreparedStep):
         cost_model: CostModelLike | None = None,
         metrics: MetricsLike = None,
         allow_inactive: bool = False,
-        reference_path: bool | None = None,
         **unknown: NoReturn,  # refused with a hint; type checkers refuse it as well
     ) -> None:
         arguments = dict(locals())  # the parameters above are the options of the table, by name
         options = options_from(arguments)
-        warn_of_older_names(arguments)
+        warn_of_names(arguments)
         if debug:
             _show_log()
         engine: dict[str, Any] = {"compile": compile, "cuda_graphs": cuda_graphs, "kernels": kernels}
         self._nonfinite = NonFinite(nonfinite)
         engine["guarded"] = self._nonfinite.guards
         self._settings = ExecutorSettings(chunk_size, memory_budget, deterministic=deterministic, **engine)
-        in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces cost model and budget: by the user's, or by those of the parameters' device.
         self._plan_options = PlanOptions(
-            cost_model_for("cpu"), replicas, chunk_size, in_flight=in_flight, max_peers=DEFAULT_MAX_PEERS
+            cost_model_for("cpu"), replicas, chunk_size, in_flight=warmup_step + 1, max_peers=DEFAULT_MAX_PEERS
         )
         self._comm_dtype = comm_dtype
-        self._reference: bool = options["reference_path"]
+        self._reference = use_distributed_muon
         self._replica_group = replica_group
         self._metrics = metrics_from(metrics)
         self._adamw_lr = adamw_lr
@@ -260,8 +256,7 @@ class Muon(PreparedStep):
         Args:
             full: print a row for every parameter, also for those of similar layers.
         """
-        gathers_int8 = CommDtype.of(self._comm_dtype, torch.float32).gather == torch.int8
-        return build_routing_table(self._groups, full=full, gathers_int8=gathers_int8)
+        return build_routing_table(self._groups, full=full)
 
     def workspace_bytes(self) -> int:
         """Scratch memory held between steps, beside the state."""
@@ -372,7 +367,7 @@ class Muon(PreparedStep):
     def _reset(self) -> None:
         """Starts without a plan."""
         averages = self._averages_gradients
-        path = "DistMuon" if averages else f"reference_path={self._reference}"
+        path = "DistMuon" if averages else f"use_distributed_muon={self._reference}"
         path += f", {self._settings.bits}, metrics={self._metrics}, nonfinite={self._nonfinite.policy}"
         budget = self._settings.memory_budget
         settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model, budget, averages)
@@ -380,7 +375,7 @@ class Muon(PreparedStep):
         executor = DataParallelExecutor if averages else ReferenceExecutor if self._reference else Executor
         self._executor = executor(self._settings)
         self._collector = Collector(self._comm_dtype, in_own_dtype=averages)
-        self._step_params = StepParams(means=self._keeps_means)
+        self._step_params = StepParams()
         self._overwritten = Overwritten()
         self._meter = Meter(self._metrics, by_owners=not self._reference, clip_threshold=self._qk_clip.threshold)
 

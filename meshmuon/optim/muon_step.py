@@ -395,9 +395,7 @@ class MuonStep(torch.optim.Optimizer):
         """``param_groups``, typed. The public attribute keeps torch's type, since users may add other keys."""
         return cast("list[ParamGroup]", self.param_groups)
 
-    # DistMuon and TorchMuon override what follows.
-
-    _keeps_means = False  # whether momentum is a mean of the gradients and not their sum
+    # DistMuon overrides what follows.
 
     @property
     def _averages_gradients(self) -> bool:

@@ -16,7 +16,6 @@ from ..ortho import scheme_for
 from ..params.dtensors import held_ranges
 from ..params.groups import rounds_stochastically
 from ..params.lr import lr_factor
-from ..params.momentum_blocks import momentum_blocks
 from ..params.option_table import ParamGroup
 from ..params.param_record import ParamRecord
 from ..plan import PartIndex
@@ -32,8 +31,7 @@ class StepParams:
     ``drop`` if the state is not that of the last step.
     """
 
-    def __init__(self, *, means: bool = False) -> None:
-        self._means = means  # whether momentum is kept as a mean of the gradients and not as a sum
+    def __init__(self) -> None:
         self.drop()
 
     def drop(self) -> None:
@@ -78,7 +76,7 @@ class StepParams:
                 step_param.zeros = zeros_like(param)
             _refer_to(entry, step_param, kept=kept[part])
             if idle:
-                step_param.momentum_buffer = step_param.momentum_scales = step_param.counter = None
+                step_param.momentum_buffer = step_param.counter = None
             step_params.append(step_param)
         self._plan, self._cached = (decision.plan, step_params) if all(kept) else (None, [])
         return step_params
@@ -100,11 +98,10 @@ class StepParams:
         """Drops references to tensors of the state after a step: they would keep it alive while it is offloaded."""
         for step_param in self._cached:
             step_param.momentum_buffer = step_param.zeros = step_param.counter = None
-            step_param.momentum_scales = step_param.old_scales = None
             step_param.rule_state = ()
 
     def _settings(self, skip_mask: Tensor | None) -> dict[tuple[int, torch.device], StepSettings]:
-        return {key: _settings_of(group, skip_mask, key[1], self._means) for key, group in self._groups.items()}
+        return {key: _settings_of(group, skip_mask, key[1]) for key, group in self._groups.items()}
 
 
 def _new_step_param(record: ParamRecord, number: int, settings: StepSettings) -> StepParam:
@@ -125,7 +122,6 @@ def _new_step_param(record: ParamRecord, number: int, settings: StepSettings) ->
         comm_dtype=record.comm_dtype,
         group_index=record.group_index,
         rules=record.rules,
-        blocks=momentum_blocks(param, record.matrix_sets) if record.int8_momentum else None,
         elements=elements_held(param.shape, held_ranges(param), param.device).hashed() if rounds else None,
     )
 
@@ -136,12 +132,11 @@ def _refer_to(entry: Mapping[str, Any], step_param: StepParam, *, kept: bool = T
     """
     if kept:
         step_param.momentum_buffer = entry[param_state.MOMENTUM]
-        step_param.momentum_scales = None if step_param.blocks is None else entry[param_state.SCALES]
         step_param.rule_state = [entry[key] for key in step_param.memories] if step_param.rules else ()
     step_param.counter = None if step_param.elements is None else entry[param_state.COUNTER]
 
 
-def _settings_of(group: ParamGroup, skip_mask: Tensor | None, device: torch.device, means: bool) -> StepSettings:
+def _settings_of(group: ParamGroup, skip_mask: Tensor | None, device: torch.device) -> StepSettings:
     """The options for those parameters of a param group that are on ``device``."""
     lr = group["lr"]
     # An lr on a device stays a tensor: reading it would wait for the device. For weights in host memory the host has to
@@ -162,7 +157,6 @@ def _settings_of(group: ParamGroup, skip_mask: Tensor | None, device: torch.devi
         momentum=momentum,
         retain=retain,
         nesterov=group["nesterov"],
-        gain=1 - momentum if means else 1.0,
         decay=decay,
         rate=rate,
         adjust=partial(lr_factor, group["adjust_lr_fn"]),

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from ..dropped import OPTIONS as DROPPED
 from ..errors import ConfigError, OptionNameWarning, UnknownOptionError, level_of_user
 from ..ortho import keller
 from .checks import adamw_betas, adamw_eps, nearest, shown
-from .option_table import OPTIONS, Option, Scope, group_options, optimizer_options
+from .option_table import OPTIONS, Option, group_options
 
 _NAMES = {name for option in OPTIONS for name in (option.name, *option.aliases)}
 _OWN_NAMES = {alias: option.name for option in group_options() for alias in option.aliases}  # of torch's names
@@ -32,7 +33,7 @@ _WHY_NO_OPTION = {
     "warmup_steps": _NO_WARMUP,
     "num_warmup_steps": _NO_WARMUP,
 }
-# Older names that sound like something else, and what they do.
+# Names of Motif's optimizer that sound like something else, and what they do.
 _MISLEADING = {
     "warmup_step": "is the number of waves that exchange ahead of the one that computes; it does not warm up the lr",
     "use_distributed_muon": "steps by the slow reference path, for verification only; Muon is distributed without it",
@@ -46,7 +47,7 @@ _unwarned = set(_MISLEADING)
 def options_from(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The options among the constructor's ``arguments`` by their names in the table, checked.
 
-    An option with another name may be given by either. If both are given, they must be equal.
+    An option with another name, torch's, may be given by either. If both are given, they must be equal.
     """
     coefficients = arguments["unknown"].get("ns_coefficients")
     if isinstance(coefficients, (list, tuple)) and len(coefficients) == 3:
@@ -84,16 +85,17 @@ def torchs_update(arguments: Mapping[str, Any]) -> str:
         either += ", and an adamw_lr for all that is no matrix"
     return (
         "The update of torch.optim.Muon is that of "
-        f"{type(arguments['self']).__name__}({', '.join([what, *words])}){either}. meshmuon.TorchMuon takes torch's "
-        "own arguments as they are, also eps."
+        f"{type(arguments['self']).__name__}({', '.join([what, *words])}){either}."
     )
 
 
 def refuse_unknown(options: Mapping[Any, Any], further: Collection[str] = ()) -> None:
     """Refuses keywords that neither name an option nor are among ``further``."""
     for name, value in options.items():
+        if name in DROPPED:
+            raise UnknownOptionError(f"{name}={shown(value)} is no option of Muon any more: {DROPPED[name]}")
         if name not in _NAMES and name not in further:
-            own = sorted({*(option.name for option in OPTIONS), *further})  # no older names
+            own = sorted({*(option.name for option in OPTIONS), *further})
             why, near = _WHY_NO_OPTION.get(name), nearest(str(name), own)  # YAML has keys that are numbers
             hint = f": {why}." if why else f": did you mean {near}?" if near else "; docs/optimizer.md lists them."
             raise UnknownOptionError(f"{name}={shown(value)} is not an option of Muon{hint}")
@@ -132,14 +134,13 @@ def fill_own_names(group: dict[str, Any], where: str) -> None:
             group[option.name] = _one_value(option, given, where)
 
 
-def warn_of_older_names(arguments: Mapping[str, Any]) -> None:
-    """Warns, once per name, of options that were given by an older name which sounds like something else."""
-    for option in optimizer_options():
-        for alias in option.aliases:
-            if arguments[alias] != option.default and alias in _unwarned:
-                _unwarned.remove(alias)
-                text = f"{alias}={arguments[alias]} {_MISLEADING[alias]}. Its clear name is {option.name}."
-                warnings.warn(text, OptionNameWarning, stacklevel=level_of_user())
+def warn_of_names(arguments: Mapping[str, Any]) -> None:
+    """Warns, once per name, of options whose name sounds like something else."""
+    for option in OPTIONS:
+        if option.name in _unwarned and arguments[option.name] != option.default:
+            _unwarned.remove(option.name)
+            text = f"{option.name}={arguments[option.name]} {_MISLEADING[option.name]}."
+            warnings.warn(text, OptionNameWarning, stacklevel=level_of_user())
 
 
 def _value_of(option: Option, arguments: Mapping[str, Any]) -> Any:
@@ -147,10 +148,7 @@ def _value_of(option: Option, arguments: Mapping[str, Any]) -> Any:
         if option.check is not None:  # also of param groups: no group may use it yet
             option.check(arguments, option.name, "Muon")
         return arguments[option.name]
-    # In the signature one of the names has the option's default, an older name if there is one, and the others have
-    # None.
-    defaults = dict.fromkeys((option.name, *option.aliases))
-    defaults[option.aliases[0] if option.scope is Scope.OPTIMIZER else option.name] = option.default
+    defaults = {option.name: option.default, **dict.fromkeys(option.aliases)}  # those of the signature
     given = {name: arguments[name] for name in defaults}
     given = {
         name: value

@@ -19,19 +19,23 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ..device import known_to_host
+from ..dropped import VALUES
 from ..errors import ConfigError
 from ..errors import shown as shown  # most modules import it from here
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What momentum, products and pieces may be: torch does not compute in the narrower dtypes."""
 
-STORED_DTYPES = (*FLOAT_DTYPES, torch.int8)
-"""What momentum and pieces may be as well, with scales."""
-
 Check: TypeAlias = Callable[[Mapping[str, Any], str, str], None]
 """Called as ``check(options, name, where)``; raises ConfigError, which names ``where``, if ``options[name]`` cannot
 be used.
 """
+
+
+def refuse_dropped(name: str, value: Any, where: str) -> None:
+    """Refuses a value of an option that there is no more, with what to write instead."""
+    if (written := f"{name}={value}") in VALUES:
+        raise ConfigError(f"{where}: {written} is gone: {VALUES[written]}.")
 
 
 def nearest(name: str, names: Iterable[str], *, count: int = 3, alike: float = 0.5) -> str:
@@ -176,6 +180,8 @@ def dtype_in(dtypes: Sequence[torch.dtype], wrong: str, *, pairs: bool = False) 
         given = options[name]
         both = given if pairs and isinstance(given, (tuple, list)) and len(given) == 2 else (given,)
         if not all(dtype is None or (isinstance(dtype, torch.dtype) and dtype in dtypes) for dtype in both):
+            for dtype in both:
+                refuse_dropped(name, dtype, where)
             names = ", ".join(map(str, dtypes)) + (", a pair of them (to the owners, and back)" if pairs else "")
             raise ConfigError(f"{where}: {name}={shown(given)} {wrong}, which are {names}, or None.")
 

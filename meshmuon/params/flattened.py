@@ -8,6 +8,7 @@ import sys
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
+from ..torch_compat import is_unflattened
 
 _WEIGHTED = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -28,11 +29,19 @@ def refuse_flattened(name: str, param: Tensor) -> None:
 
 
 def refuse_flattened_model(model: nn.Module) -> None:
-    """Raises UnsupportedError for a model in which a wrapper has replaced matrices by flat buffers."""
+    """Raises UnsupportedError for a model whose matrices a wrapper has replaced by flat buffers, or whose classes
+    are lost.
+    """
     for name, param in model.named_parameters():
         refuse_flattened(name, param)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # if it was never imported, no model is wrapped
     for path, module in model.named_modules():
+        if is_unflattened(module):
+            raise UnsupportedError(
+                f"{path or 'the model'} was traced by torch.export, as pipelining does, which keeps no classes, and "
+                "these tell what a parameter is. Write Muon(stage.named_parameters(), lr=...), which routes by names "
+                "and shapes."
+            )
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel) and not _keeps_shapes(module, fsdp):
             raise _refusal(path or "the model", "FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel)")
         weight = getattr(module, "weight", None)

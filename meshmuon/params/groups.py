@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from ..device import known_to_host
-from ..errors import ConfigError
+from ..dropped import OPTIONS as DROPPED
+from ..errors import ConfigError, UnknownOptionError
 from ..execute import rule_memories
 from ..matrices import MatrixOptions, MatrixSet, check_expert_keys, check_matrices, find_matrices
-from ..torch_compat import local_part
 from .arguments import fill_own_names, torchs_update
 from .checks import FLOAT_DTYPES, adamw_betas, adamw_eps, check_flag, refuse_uninitialised, shown
-from .dtensors import check_memory, check_placement, held_ranges
+from .dtensors import check_memory, check_placement
 from .flattened import refuse_flattened
 from .lr import lr_factor
 from .option_table import ParamGroup, group_options, optimizer_options, split_as_tuple
-from .rules import Hyperball, UpdateRule, resolve_rules
+from .rules import UpdateRule, resolve_rules
 
 _RIGHT_CALL = (
     "Write Muon(model, lr=...), or groups of your own: "
@@ -49,7 +49,7 @@ _CHECKS = {
     use_muon: [(option.name, option.check) for option in group_options(use_muon) if option.check is not None]
     for use_muon in (True, False)
 }
-_OPTIMIZER_KEYS = tuple(name for option in optimizer_options() for name in (option.name, *option.aliases))
+_OPTIMIZER_KEYS = tuple(option.name for option in optimizer_options())
 
 
 def normalise_params(params: object, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -86,6 +86,8 @@ def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, T
             f"group {index} needs use_muon=True or use_muon=False, it has {keys}. {_RIGHT_CALL} "
             + (_CALL_OF_UNFREEZING if others else _CALL_OF_TRAINERS)
         )
+    for key in DROPPED.keys() & group.keys():
+        raise UnknownOptionError(f"group {index}: {key} is no option of Muon any more: {DROPPED[key]}")
     for key in _OPTIMIZER_KEYS:
         if key in group:
             raise ConfigError(
@@ -173,7 +175,7 @@ def are_placeholders(names: Iterable[str]) -> bool:
 def matrix_options_of(group: ParamGroup) -> MatrixOptions:
     """The options of a param group that say which matrices a parameter holds."""
     keys, split = check_expert_keys(group["expert_keys"]), split_as_tuple(group["split"])
-    return MatrixOptions(keys, group["conv"], split, group["expert_dims"], check_matrices(group["matrices"]))
+    return MatrixOptions(keys, group["conv"], split, check_matrices(group["matrices"]))
 
 
 def rounds_stochastically(param: Tensor, group: Mapping[str, Any]) -> bool:
@@ -207,12 +209,6 @@ def check_options(group: ParamGroup, index: int) -> None:
         check_flag(group, "use_muon", where)
         for name, check in _CHECKS[group["use_muon"]]:
             check(group, name, where)
-        cautious = group["use_muon"] and group["cautious_weight_decay"]
-        if cautious and any(isinstance(rule, Hyperball) for rule in resolve_rules(group["rule"])):
-            raise ConfigError(
-                f"{where}: Hyperball keeps the norm of a weight and takes no weight decay: leave out "
-                "cautious_weight_decay=True."
-            )
     except KeyError as error:
         raise ConfigError(f"{where} has lost its option {error}: set it again instead of deleting it.") from None
 
@@ -277,46 +273,6 @@ def check_rule_memory(name: str, matrix_sets: Sequence[MatrixSet], rules: Sequen
             "for "
             "outputs, or another rule."
         )
-
-
-def nonzero_matrices(param: Tensor, matrix_sets: Sequence[MatrixSet]) -> dict[int, bool]:
-    """Of each matrix that this rank has elements of, by its number in the parameter: whether any of these is not
-    zero.
-    """
-    weight, first = local_part(param), matrix_sets[0].stack_dims
-    if not weight.numel():
-        return {}
-    held = [
-        torch.cat([torch.arange(*held_range, device="cpu") for held_range in ranges]) for ranges in held_ranges(param)
-    ]
-    numbers, found = torch.zeros((), dtype=torch.int64, device="cpu"), dict[int, bool]()
-    for size, indices in zip(param.shape[:first], held, strict=False):
-        numbers = numbers.unsqueeze(-1) * size + indices
-    for k, part in enumerate(matrix_sets):
-        piece = weight
-        for dim, window in enumerate(part.window or (), first):
-            in_window = torch.zeros(param.shape[dim], dtype=torch.bool, device="cpu")
-            for block in range(window.count):
-                in_window[window.start + block * window.period :][: window.size] = True
-            piece = piece.index_select(dim, in_window[held[dim]].nonzero().flatten().to(piece.device))
-        if piece.numel():
-            nonzero = piece.flatten(first).count_nonzero(-1).flatten().tolist()
-            found |= zip((numbers * len(matrix_sets) + k).flatten().tolist(), map(bool, nonzero), strict=True)
-    return found
-
-
-def keeps_norm(rules: Sequence[UpdateRule]) -> bool:
-    """Whether rules keep the norm of a weight, which must then have one where its first gradient arrives."""
-    return any(isinstance(rule, Hyperball) and rule.rms is None for rule in rules)
-
-
-def zeros_refused(name: str) -> ConfigError:
-    """The error for a matrix of zeros whose norm is to be kept."""
-    return ConfigError(
-        f"{name}: Hyperball keeps the norm of a weight, and here is a matrix of zeros, which would stay zero. "
-        "Initialise it with other values, give it a group with another rule, or say which norm it shall have: "
-        "rule=Hyperball(rms=0.02)."
-    )
 
 
 def _check_param(name: str, param: Tensor, group: ParamGroup) -> None:

@@ -20,10 +20,8 @@ from torch import Tensor
 
 from ..matrices import (
     CONV_OPTIONS,
-    EXPERT_DIMS,
     ONE_MATRIX,
     Conv,
-    ExpertDims,
     Interleaved,
     MatrixOptions,
     Split,
@@ -36,7 +34,6 @@ from ..ortho.kernels.products import check_kernels
 from ..plan import REPLICA_OPTIONS, cost_model_from
 from .checks import (
     FLOAT_DTYPES,
-    STORED_DTYPES,
     Check,
     check_backend,
     check_betas,
@@ -88,8 +85,7 @@ class Option:
     kept_as: Callable[[Any], Any] = lambda value: value
     # it decides what the matrices are or what is remembered of them: loading another value warns
     defines_matrices: bool = False
-    # Other names: of an optimizer-wide option an older keyword, of an option of param groups torch's own name.
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # torch's names of it
     help: str = ""  # what it does, for ``help(Muon)`` and docs/optimizer.md; without it, the option is not shown
 
     def with_help(self, text: str) -> Option:
@@ -97,8 +93,7 @@ class Option:
         text.
         """
         other = ", ".join(f"``{alias}``" for alias in self.aliases)
-        names = f" Older name: {other}." if self.scope is Scope.OPTIMIZER else f" Also {other}, as in torch."
-        return replace(self, help=text + (names if other else ""))
+        return replace(self, help=text + (f" Also {other}, as in torch." if other else ""))
 
 
 class _TorchKeys(TypedDict, total=False):
@@ -132,7 +127,6 @@ class ParamGroup(_TorchKeys):
     maximize: bool
     conv: Conv | None
     split: Split | None
-    expert_dims: ExpertDims
     matrices: Mapping[str, Mapping[str, Any]] | None
     compute_dtype: torch.dtype | None
     momentum_dtype: torch.dtype | None
@@ -232,11 +226,6 @@ _MODEL = (
     Option(
         "expert_keys", None, _MUON, of_value(check_expert_keys), _PLAN, kept_as=check_expert_keys, defines_matrices=True
     ).with_help("A 3-D parameter whose name contains one of these is a stack of independent matrices."),
-    Option("expert_dims", "out_in", _MUON, one_of(EXPERT_DIMS), _VALUE, defines_matrices=True).with_help(
-        '``"out_in"`` for experts of shape (experts, out, in), ``"in_out"`` for (experts, in, out). It matters for the '
-        "learning "
-        "rate, ``split`` and update rules."
-    ),
     Option(
         "matrices", None, _MUON, of_value(check_matrices), _VALUE, kept_as=matrices_as_dicts, defines_matrices=True
     ).with_help(
@@ -269,9 +258,7 @@ _UPDATE = (
         "rule", "plain", _MUON, of_value(check_rule), _PLAN, lambda rule: chain_of(rule) or rule, defines_matrices=True
     ).with_help(
         'What a step does beside orthogonalising: ``"plain"`` (nothing), ``"normuon"``, ``"muon_plus"``, ``"muoneq"``, '
-        '``"hyperball"``, ``"update_floor"``, an object with the methods of ``UpdateRule``, or a list of these, '
-        "applied in its "
-        "order; see docs/rules.md."
+        "an object with the methods of ``UpdateRule``, or a list of these, applied in its order; see docs/rules.md."
     ),
     Option("cautious_weight_decay", False, _MUON, check_flag, _VALUE).with_help(
         "Decays only those elements of Muon's parameters that the update does not push away from zero; see "
@@ -284,9 +271,8 @@ _UPDATE = (
         "float16 "
         'parameters refuse ``"stochastic"``. See docs/optimizer.md.'
     ),
-    Option("momentum_dtype", None, _MUON, dtype_in(STORED_DTYPES, "must be a dtype of momentum"), _VALUE).with_help(
-        "Dtype of new momentum buffers; by default the dtype of the parameter. ``torch.int8`` keeps one scale for "
-        "every 128 elements of a row, and converts momentum that there is; see docs/optimizer.md."
+    Option("momentum_dtype", None, _MUON, dtype_in(FLOAT_DTYPES, "must be a dtype of momentum"), _VALUE).with_help(
+        "Dtype of new momentum buffers; by default the dtype of the parameter. Momentum that there is keeps its own."
     ),
     # QKClip checks it.
     Option("clip_config", None, _WHOLE, None).with_help(
@@ -312,10 +298,10 @@ _ENGINE = (
         "rows and columns, with inverses in float32; see docs/orthogonalisation.md."
     ),
     Option(
-        "comm_dtype", None, _WHOLE, dtype_in(STORED_DTYPES, "must be a dtype for the wire", pairs=True), _PLAN
+        "comm_dtype", None, _WHOLE, dtype_in(FLOAT_DTYPES, "must be a dtype for the wire", pairs=True), _PLAN
     ).with_help(
         "Dtype on the wire, or a pair: to the owners, and back. By default bfloat16 between GPUs, float32 elsewhere, "
-        "float64 for float64 parameters. ``torch.int8`` rounds in blocks of 128 elements; see docs/distributed.md."
+        "float64 for float64 parameters; see docs/distributed.md."
     ),
     Option("replica_group", None, _WHOLE, of_value(check_replica_group), _PLAN).with_help(
         "Process group, or mesh, over which plain tensors are replicated (DDP); the work is divided over it."
@@ -329,16 +315,17 @@ _ENGINE = (
     Option("memory_budget", None, _WHOLE, whole_number(optional=True), _PLAN).with_help(
         "Bytes of matrices that an owner gathers per wave, and of scratch that a batch may use. By default 64 MiB of "
         "a CPU's memory, or a 128th of a GPU's (512 MiB of 80 GB; twice that for batches). The exchange buffers of a "
-        "rank take at most 2 × ``memory_budget`` × (``waves_ahead`` + 1), or one matrix per owner. Where plans are "
+        "rank take at most 2 × ``memory_budget`` × (``warmup_step`` + 1), or one matrix per owner. Where plans are "
         "compared, the default is a start: waves may be larger, and buffers take at most 18 × it."
     ),
     # ExecutorSettings checks its range.
     Option("chunk_size", -1, _WHOLE, whole_number(), _PLAN).with_help(
         "Most matrices per batch and per wave of an exchange; -1 leaves it to ``memory_budget``."
     ),
-    Option(
-        "waves_ahead", 5, _WHOLE, whole_number(0, 1024, why_high=_BUFFERS), _PLAN, aliases=("warmup_step",)
-    ).with_help("Waves of exchanges that may be in flight beside the one that computes (``waves_ahead + 1`` in all)."),
+    Option("warmup_step", 5, _WHOLE, whole_number(0, 1024, why_high=_BUFFERS), _PLAN).with_help(
+        "Waves of exchanges that may be in flight beside the one that computes (``warmup_step + 1`` in all). It does "
+        "not warm up the learning rate."
+    ),
     Option("deterministic", False, _WHOLE, check_flag).with_help(
         "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any "
         "number of threads."
@@ -371,9 +358,9 @@ _ENGINE = (
         "matrices that get their first gradient late. Otherwise such an optimizer raises, because it is usually a "
         "mistake; see docs/trainers.md."
     ),
-    Option("reference_path", False, _WHOLE, check_flag, _PLAN, aliases=("use_distributed_muon",)).with_help(
+    Option("use_distributed_muon", False, _WHOLE, check_flag, _PLAN).with_help(
         "Steps by the slow reference path, for verification: all-gathers whole matrices and computes all of them on "
-        "every rank."
+        "every rank. Muon is distributed without it."
     ),
     # Motif's word for logging.getLogger("meshmuon").setLevel(logging.DEBUG): accepted, and not shown.
     Option("debug", False, _WHOLE, check_flag),

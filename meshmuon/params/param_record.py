@@ -7,9 +7,9 @@ not exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ class GroupRecipe(NamedTuple):
     matrix_options: MatrixOptions | None = None
     compute_dtype: torch.dtype | None = None
     rounding: str = "nearest"
-    int8_momentum: bool = False
 
     @classmethod
     def of(cls, group: ParamGroup) -> GroupRecipe:
@@ -47,11 +46,7 @@ class GroupRecipe(NamedTuple):
         if not group["use_muon"]:
             return cls(rounding=group["rounding"])
         scheme, rules = resolve_scheme(group["scheme"], group["ns_steps"]), resolve_rules(group["rule"])
-        norm_floor = cast(Mapping[str, Any], group).get("norm_floor")  # of TorchMuon's groups
-        if norm_floor is not None and isinstance(scheme, Scheme):
-            scheme = replace(scheme, norm_floor=norm_floor)
-        in_int8 = group["momentum_dtype"] == torch.int8
-        return cls(scheme, rules, matrix_options_of(group), group["compute_dtype"], group["rounding"], in_int8)
+        return cls(scheme, rules, matrix_options_of(group), group["compute_dtype"], group["rounding"])
 
 
 class ParamLocation(NamedTuple):
@@ -96,7 +91,6 @@ class ParamRecord:
     compute_dtype: torch.dtype | None  # of the products; None for the default, which ``compute_dtype_of`` tells
     comm_dtype: CommDtype  # on the wire
     update_dtype: torch.dtype  # in which the update is formed
-    int8_momentum: bool = False  # whether its momentum is kept in int8
 
     @classmethod
     def of(
@@ -122,14 +116,11 @@ class ParamRecord:
         on_wire = CommDtype.of(comm_dtype, torch.bfloat16 if between_gpus else update_dtype)
         compute_dtype = dtype if options is None else recipe.compute_dtype
         how = recipe.scheme, recipe.rules, compute_dtype, on_wire, update_dtype
-        record = cls(
-            name, group_index, group, param, shape, *place, matrix_sets, *how, int8_momentum=recipe.int8_momentum
-        )
+        record = cls(name, group_index, group, param, shape, *place, matrix_sets, *how)
         for part in matrix_sets or ():
             assert recipe.scheme is not None
-            scheme_for(
-                recipe.scheme, part.rows, part.cols, record.compute_dtype_of(part)
-            )  # refuses one that rounding would break
+            # refuses one that rounding would break
+            scheme_for(recipe.scheme, part.rows, part.cols, record.compute_dtype_of(part))
         return record
 
     def compute_dtype_of(self, matrices: MatrixSet | None = None) -> torch.dtype:

@@ -1,8 +1,7 @@
 """Update rules: what a step does to matrices beside orthogonalising them.
 
 A rule is a small object. The owner of a matrix calls it with the whole matrix, so its result does not depend on the
-layout. To write a rule of your own, implement the three methods of ``UpdateRule``, and ``scale`` if it needs numbers of
-the weight::
+layout. To write a rule of your own, implement the three methods of ``UpdateRule``::
 
     @dataclass(frozen=True)
     class Halved:
@@ -21,7 +20,6 @@ A list of rules is applied in its order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, cast
@@ -29,13 +27,13 @@ from typing import Any, ClassVar, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from ..dropped import NAMES
 from ..errors import ConfigError, shown
 from ..execute import RULE_STATE, rule_memories
 from ..execute import UpdateRule as UpdateRule  # users import both from here, beside the rules
-from ..execute import WeightNumbers as WeightNumbers
-from .checks import check_range, number
+from .checks import check_range, refuse_dropped
 
-RuleName: TypeAlias = Literal["plain", "normuon", "muon_plus", "muoneq", "hyperball", "update_floor"]
+RuleName: TypeAlias = Literal["plain", "normuon", "muon_plus", "muoneq"]
 RuleLike: TypeAlias = RuleName | UpdateRule | Sequence[RuleName | UpdateRule]
 """A rule by name or as an object, or several of these in the order in which they are applied."""
 
@@ -46,11 +44,6 @@ _AXES = ("rows", "columns", "longer")
 def _check_axis(rule: object) -> None:
     if (axis := getattr(rule, "axis", "rows")) not in _AXES:
         raise ConfigError(f"{type(rule).__name__}: axis={shown(axis)} must be one of {', '.join(map(repr, _AXES))}.")
-
-
-def _check_positive(value: Any, what: str, where: str) -> None:
-    if not 0 < number(value, what, where) < math.inf:
-        raise ConfigError(f"{where}: {what}={shown(value)} must be a positive number.")
 
 
 class _Rule:
@@ -134,61 +127,11 @@ class MuonEq(_Rule):
         momentum.div_(norm.masked_fill_(norm == 0, 1.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Hyperball(_Rule):
-    """Keeps the norm of the weight W, and turns it by an angle that the learning rate alone decides.
-
-    W ← R·normalised(W − lr·R·normalised(U)) for the update U, with Frobenius norms. R is the norm of W as it is, or
-    with ``rms`` that of a matrix whose elements have this root mean square. Neither ``weight_decay`` nor
-    ``adjust_lr_fn`` has any effect.
-    """
-
-    rms: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.rms is not None:
-            _check_positive(self.rms, "rms", "Hyperball")
-
-    def scale(self, numbers: WeightNumbers) -> tuple[Tensor, Tensor]:
-        """The factors of both, from the norm of W − lr·R·normalised(U)."""
-        weight, update = numbers.weight_norm, _not_zero(numbers.update_norm)
-        radius = weight if self.rms is None else torch.full_like(weight, self.rms * math.prod(numbers.shape) ** 0.5)
-        rate = numbers.lr * radius / update
-        moved = weight.square() - 2 * rate * numbers.inner + (rate * numbers.update_norm).square()
-        decay = radius / _not_zero(moved.clamp(min=0).sqrt())
-        return decay, rate * decay
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateFloor(_Rule):
-    """Enlarges updates that are small beside the weight: ‖f·U‖ is at least ``ratio``·‖W‖, with f from ``adjust_lr_fn``.
-
-    Frobenius norms, before the learning rate.
-    """
-
-    ratio: float = 0.35
-
-    def __post_init__(self) -> None:
-        _check_positive(self.ratio, "ratio", "UpdateFloor")
-
-    def scale(self, numbers: WeightNumbers) -> tuple[Tensor, Tensor]:
-        """A larger rate where the update is too small."""
-        smallest = numbers.lr.abs() * self.ratio * numbers.weight_norm
-        size = numbers.rate.abs() * numbers.update_norm
-        return numbers.decay, numbers.rate * torch.where(size < smallest, smallest / _not_zero(size), 1.0)
-
-
-def _not_zero(numbers: Tensor) -> Tensor:
-    return numbers.masked_fill(numbers == 0, 1.0)
-
-
 _BY_NAME: dict[str, UpdateRule] = {
     "plain": _Rule(),
     "normuon": NorMuon(),
     "muon_plus": MuonPlus(),
     "muoneq": MuonEq(),
-    "hyperball": Hyperball(),
-    "update_floor": UpdateFloor(),
 }
 
 
@@ -198,6 +141,7 @@ def check_rule(rule: object) -> None:
         _check_chain(chain)
         return
     if isinstance(rule, str):
+        refuse_dropped("rule", rule, "Muon")
         if rule not in _BY_NAME:
             raise ConfigError(
                 f"rule={shown(rule)} is unknown; write one of {', '.join(map(repr, _BY_NAME))}, or an object."
@@ -217,6 +161,8 @@ def check_rule(rule: object) -> None:
             f"rule={shown(rule)} cannot be hashed, by which parameters that share a rule are found: make it a frozen "
             "dataclass."
         ) from None
+    if hasattr(rule, "scale"):
+        raise ConfigError(f"rule={shown(rule)}: scale() is gone: {NAMES['WeightNumbers']}.")
     _check_axis(rule)
     if not str(getattr(rule, "memory_name", RULE_STATE)).startswith(RULE_STATE):
         raise ConfigError(

@@ -24,4 +24,4 @@ from .tasks import (
     Replicas,
     Task,
 )
-from .wire import BLOCK, BY_OWNER, INT8, SCALE_BYTES, Wire, blocks_touched, bytes_of, cuts_blocks, layout_cuts_blocks
+from .wire import Wire

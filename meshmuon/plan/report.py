@@ -11,7 +11,6 @@ from ..layout import Layout, Mesh, Replicated
 from .plan_data import PlanData
 from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
-from .wire import BY_OWNER
 
 PLAN_VERSION = 1  # of the JSON
 _OPTIONS = ("replicas", "chunk_size", "budget", "in_flight", "max_peers", "waves", "heavy")
@@ -165,8 +164,7 @@ def _kinds(plan: PlanData) -> list[tuple[str, ...]]:
     for task in plan.tasks:
         shape = f"{task.sharded.rows}×{task.sharded.cols}"
         param = plan.params[task.param]
-        unrounded = BY_OWNER if task.wave != NO_WAVE and BY_OWNER in str(param.lane) else ""
-        kinds.setdefault((shape, str(param.layouts[0]), how_computed(task) + unrounded), []).append(task)
+        kinds.setdefault((shape, str(param.layouts[0]), how_computed(task)), []).append(task)
     lines: list[tuple[str, ...]] = []
     for (shape, layout, how), tasks in kinds.items():
         owners = {task.owner for task in tasks if task.owner != EVERY_HOLDER}

@@ -39,7 +39,7 @@ class PlannedParam:
     stack_dims: int  # leading dims that index the matrices: 0, or 1 for a stack of experts
     # what must be equal for matrices to travel together: device types, dtype on the wire and dtype of the update
     lane: Hashable
-    itemsize: int  # bytes per element on the wire to the owner; 1 is int8, with scales
+    itemsize: int  # bytes per element on the wire to the owner
     flops: int  # FLOPs of orthogonalising one of its matrices
     # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the cost model
     share: bool | None = None

@@ -11,7 +11,7 @@ from itertools import accumulate
 from .owners import heavy_tasks
 from .tasks import PlannedParam, PlanOptions, Task
 from .traffic import RankKinds
-from .wire import Wire, bytes_of
+from .wire import Wire
 
 _OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
 _WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
@@ -100,7 +100,7 @@ class _LaneCutter:
         self._tasks, self._options = tasks, options
         # What an owner gathers, its own piece included; the wire is the same for the whole lane.
         whole = {
-            sharded: sum(bytes_of(piece, param.itemsize) for piece in sharded.pieces)
+            sharded: sum(piece.size for piece in sharded.pieces) * param.itemsize
             for sharded in {t.sharded for t in tasks}
         }
         self._nbytes = [whole[task.sharded] for task in tasks]

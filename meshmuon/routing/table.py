@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -28,12 +27,12 @@ from ..models import (
 from ..ortho import default_compute_dtype, fallback_reason, resolve_scheme
 from ..params.arguments import misspelt_keys
 from ..params.checks import nearest
-from ..params.dtensors import as_dtensor, layout_text, own_layout
+from ..params.dtensors import as_dtensor, layout_text
 from ..params.groups import are_placeholders, matrix_options_of, rounds_stochastically
 from ..params.lr import AdjustLR, lr_factor, update_rms
 from ..params.option_table import ParamGroup
-from ..params.rules import Hyperball, chain_of, resolve_rules
-from ..plan import BLOCK, layout_cuts_blocks, table
+from ..params.rules import chain_of
+from ..plan import table
 
 _ADAMW_RMS = 0.2  # RMS of an AdamW update at lr 1 in long training, which match_rms_adamw reproduces (arXiv:2502.16982)
 _TOO_LARGE_FOR_MATCH_RMS = 0.02
@@ -106,11 +105,8 @@ class RoutingTable:
         return "\n".join([table(head[:shown], rows), *remarks, self.share])
 
 
-def build_routing_table(
-    param_groups: Sequence[ParamGroup], first: int = 0, *, full: bool = False, gathers_int8: bool = False
-) -> RoutingTable:
+def build_routing_table(param_groups: Sequence[ParamGroup], first: int = 0, *, full: bool = False) -> RoutingTable:
     """The routing table of the param groups from ``first`` on, out of all groups of an optimizer."""
-    cut: list[str] = []
     rows: list[RoutingRow] = []
     warnings: list[str] = []
     notes: list[str] = []
@@ -129,8 +125,6 @@ def build_routing_table(
             why = _reason_of(name, param_group)
             rows.append(_row(name, param, param_group, matrix_sets, why))
             trained += [rows[-1]] if param.requires_grad else []
-            if gathers_int8 and (layout := own_layout(param)[0]) is not None and matrix_sets:
-                cut += [name] if any(map(partial(layout_cuts_blocks, layout), matrix_sets)) else []
             doubt = _doubt(name, matrix_sets, why) if param.requires_grad else ""
             if doubt:
                 doubts.setdefault((doubt, _kind_of(name)), []).append(name)
@@ -138,12 +132,6 @@ def build_routing_table(
         warnings.append(f"{name}{f' (and {len(others)} more of its kind)' if others else ''} {doubt}")
     warnings += _unused_entries(shown_groups, param_groups) + _rounding_warnings(shown_groups)
     warnings += misspelt_keys(shown_groups, first)
-    if cut:
-        beside = f" (and {len(cut) - 1} more)" if len(cut) > 1 else ""
-        notes.append(
-            f"{cut[0]}{beside}: gathered unrounded, since its shards cut blocks of int8. Shard rows, or columns at "
-            f"multiples of {BLOCK}, to send half of bfloat16's bytes."
-        )
     warnings += _share_warning(trained)
     return RoutingTable(tuple(rows), tuple(warnings), (*notes, *_notes(rows)), full, _share(trained))
 
@@ -186,8 +174,6 @@ def _row(name: str, param: Tensor, param_group: ParamGroup, matrix_sets: Sequenc
 
 def _lr_warnings(index: int, param_group: ParamGroup) -> list[str]:
     lr, rule = float(param_group["lr"]), param_group["adjust_lr_fn"]
-    if any(isinstance(each, Hyperball) for each in resolve_rules(param_group["rule"])):
-        return []  # it does not use adjust_lr_fn
     if rule == "match_rms_adamw" and lr >= _TOO_LARGE_FOR_MATCH_RMS:
         return [
             f'group {index}: lr={lr:g} with adjust_lr_fn="match_rms_adamw" moves entries by {0.2 * lr:g} a step. This '
@@ -217,13 +203,7 @@ def _scheme_warnings(index: int, param_group: ParamGroup) -> list[str]:
 
 def _rule_note(index: int, param_group: ParamGroup) -> list[str]:
     names = [rule if isinstance(rule, str) else type(rule).__name__ for rule in chain_of(param_group["rule"]) or ()]
-    notes = [f"group {index} has the rules {', '.join(names)}, in this order."] if names else []
-    if any(isinstance(rule, Hyperball) for rule in resolve_rules(param_group["rule"])):
-        lr = float(param_group["lr"])
-        notes.append(
-            f"group {index}: Hyperball moves each matrix by {lr:g} of its norm a step, whatever the table says of it."
-        )
-    return notes
+    return [f"group {index} has the rules {', '.join(names)}, in this order."] if names else []
 
 
 def _notes(rows: Sequence[RoutingRow]) -> tuple[str, ...]:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from ..device import known_to_host
+from ..dropped import OPTIONS as DROPPED
+from ..dropped import SAVED
 from ..errors import StateError
 from ..execute import RULE_STATE
 from ..matrices import without_wrappers
 from ..params.checks import shown
-from ..params.dtensors import as_dtensor, layout_text, shard_place, shares_addresses
+from ..params.dtensors import as_dtensor, layout_text, same_placement, shard_place, shares_addresses
 from ..params.groups import are_placeholders, check_group
 from ..params.option_table import ParamGroup, group_options
 from ..torch_compat import local_part
@@ -28,14 +30,8 @@ from .param_state import (
     FROZEN,
     MOMENTUM,
     NOT_STORED,
-    SCALES,
-    blocks_of,
     can_fuse,
     check_kind,
-    convert_momentum,
-    is_placed,
-    keeps_int8,
-    refuse_shared_blocks,
     shapes_of,
 )
 
@@ -105,8 +101,6 @@ def fit(
                     f'empty state: state_dict["state"][{member.key!r}] = {{}}.'
                 )
             if entry is not _MISSING and entry:
-                if loaded["use_muon"]:
-                    _check_momentum_dtype(name, entry, options)
                 _check_saved_state(name, param, entry, loaded)
                 fitted.state[number] = dict(entry)  # the only mapping that torch loads
             number += 1
@@ -281,6 +275,12 @@ def _saved_options(
             )
         options = {**saved, **options}
     options = {key: value for key, value in options.items() if key not in ("params", "param_names")}
+    for key, loads in SAVED.items():
+        if (value := options.pop(key, loads)) != loads:
+            raise StateError(
+                f"group {index} of the state_dict was saved with {key}={shown(value)}: {DROPPED[key]}, in the "
+                f"optimizer and, instead of {key}, in that group."
+            )
     for key in list(options):
         values = [saved.get(key, _MISSING) for saved in sources]
         if any(not _same(value, values[0]) for value in values):
@@ -358,7 +358,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
-    shapes = shapes_of(name, param, param_group, param_state)
+    shapes = shapes_of(name, param, param_group)
     if COUNTER not in param_state:  # counts from zero: the checkpoint rounded to nearest, or the parameter was frozen
         shapes.pop(COUNTER, None)
     if not all(key in param_state for key in shapes):
@@ -377,9 +377,7 @@ def _check_saved_state(name: str, param: Tensor, param_state: Mapping[str, Any],
             if readable and not 0 <= float(value) < math.inf:
                 raise StateError(f"{name}: its saved {key} is {float(value)}, it must be a count of steps.")
         elif key != COUNTER:
-            _check_tensor(name, param, key, value, shape, is_placed(name, param, key, value, param_group))
-    if keeps_int8(param_group) and param_state[MOMENTUM].dtype != torch.int8:
-        refuse_shared_blocks(name, param, blocks_of(name, param, param_group))
+            _check_tensor(name, param, key, value, shape)
 
 
 def _hint_of_filters(param: Tensor, param_group: ParamGroup) -> str:
@@ -394,26 +392,13 @@ def _hint_of_filters(param: Tensor, param_group: ParamGroup) -> str:
     )
 
 
-def _check_momentum_dtype(name: str, param_state: Mapping[str, Any], saved_options: Mapping[str, Any]) -> None:
-    """Refuses momentum that was copied from int8 to floating point or the reverse, without its scales."""
-    said = str(saved_options.get("momentum_dtype")).removeprefix("torch.")
-    found = str(getattr(param_state.get(MOMENTUM), "dtype", None)).removeprefix("torch.")
-    if "momentum_dtype" in saved_options and (said == "int8") != (found == "int8"):
-        raise StateError(
-            f"{name} was saved with momentum_dtype={said}, but its momentum_buffer is in {found}: dcp.load has copied "
-            "it into the state of an optimizer with another momentum_dtype, which is wrong for int8. Build the "
-            "optimizer with the momentum_dtype of the checkpoint before loading, and set that of its groups "
-            "afterwards to convert the momentum."
-        )
-
-
-def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[int, ...], placed: bool) -> None:
+def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[int, ...]) -> None:
     if value.shape != shape:
         raise StateError(
             f"{name} has shape {tuple(param.shape)}, but its saved {key} has {tuple(value.shape)} instead of {shape}: "
             "it was saved from another model, or the parameters are in another order."
         )
-    if not placed:
+    if not same_placement(param, value):
         layouts = [
             "a plain tensor" if as_dtensor(tensor) is None else layout_text(name, tensor) for tensor in (param, value)
         ]
@@ -427,7 +412,7 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, shape: tuple[i
             "write all of them there. Give it separate memory: clone(memory_format=torch.contiguous_format)."
         )
     here, saved = shard_place(param), shard_place(value)
-    if not saved.items() <= here.items():  # scales may be replicated where their parameter is cut
+    if saved != here:
         raise StateError(
             f"{name}: its saved {key} is the shard at {saved} of its mesh, this rank holds the shard at {here}. A "
             "file that one rank has saved with torch.save can be loaded by that rank only: load each rank's own file, "
@@ -439,17 +424,13 @@ def restore(param_groups: Sequence[ParamGroup], state: Mapping[Tensor, dict[str,
     """Corrects what torch has loaded: state keeps the dtype it was saved in, and ``step`` goes to the device that
     needs it.
     """
-    named = (
-        (group, *pair) for group in param_groups for pair in zip(group["param_names"], group["params"], strict=True)
-    )
-    for number, (param_group, name, param) in enumerate(named):
+    params = ((param_group, param) for param_group in param_groups for param in param_group["params"])
+    for number, (param_group, param) in enumerate(params):
         saved = fitted.state.get(number, {})
         for key, value in saved.items():
-            ours = key in (MOMENTUM, SCALES, COUNTER) or key.startswith(RULE_STATE)
+            ours = key in (MOMENTUM, COUNTER) or key.startswith(RULE_STATE)
             if ours and isinstance(value, Tensor) and value.dtype != state[param][key].dtype:
                 state[param][key] = value.detach().clone().to(device=param.device)
-        if MOMENTUM in saved:
-            convert_momentum(state[param], name, param, param_group)
         if "step" in saved and not param_group["use_muon"]:
             step = torch.as_tensor(saved["step"], dtype=torch.float32).detach().clone()
             state[param]["step"] = step.reshape(()).to(param.device if can_fuse(local_part(param)) else "cpu")

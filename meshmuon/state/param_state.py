@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from ..device import known_to_host
+from ..dropped import SAVED
 from ..errors import StateError
-from ..execute import RULE_STATE, Int8Momentum, MomentumBlocks, int8, rule_memories
+from ..execute import RULE_STATE, rule_memories
 from ..matrices import Interleaved, find_matrices
 from ..params.checks import FLOAT_DTYPES
-from ..params.dtensors import as_dtensor, layout_text, same_placement, zeros_laid_out_like
+from ..params.dtensors import layout_text, same_placement, zeros_laid_out_like
 from ..params.groups import matrix_options_of, rounds_stochastically
-from ..params.momentum_blocks import momentum_blocks, scale_placements
 from ..params.option_table import ParamGroup, split_as_tuple
 from ..params.rules import resolve_rules
 from ..torch_compat import local_part, zeros_like
 
-# Keys in the state of a parameter, also in checkpoints: torch's names, except for the scales of momentum in int8, for
-# the update rule's state, and for the key and count of stochastic rounding.
-MOMENTUM, SCALES, COUNTER = "momentum_buffer", "momentum_scale", "rounding_counter"
+# Keys in the state of a parameter, also in checkpoints: torch's names, except for the update rule's state, and for the
+# key and count of stochastic rounding.
+MOMENTUM, COUNTER = "momentum_buffer", "rounding_counter"
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
-_ORDER = {key: place for place, key in enumerate((MOMENTUM, SCALES, RULE_STATE, *ADAMW_KEYS, COUNTER))}
+_ORDER = {key: place for place, key in enumerate((MOMENTUM, RULE_STATE, *ADAMW_KEYS, COUNTER))}
 FROZEN = "frozen"
 """Key of a state_dict beside its groups: the parameters, as groups list them, that are frozen and have no state."""
 NOT_STORED = "<not stored: "
@@ -61,58 +61,11 @@ def start(state: dict[str, Any], name: str, param: Tensor, param_group: ParamGro
     else:
         if MOMENTUM not in state:
             state[MOMENTUM] = zeros_like(param, param_group["momentum_dtype"])
-            if keeps_int8(param_group):
-                state[SCALES] = _zero_scales(param, blocks_of(name, param, param_group))
-        convert_momentum(state, name, param, param_group)
         for key, shape in shapes_of(name, param, param_group).items():
             if key.startswith(RULE_STATE) and key not in state:
                 dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
                 state[key] = zeros_laid_out_like(param, shape, dtype)
     rounding_counter(state, name, param, param_group)
-
-
-def keeps_int8(param_group: Mapping[str, Any]) -> bool:
-    """Whether a param group keeps its momentum in int8."""
-    return bool(param_group["use_muon"]) and param_group["momentum_dtype"] == torch.int8
-
-
-def blocks_of(name: str, param: Tensor, param_group: ParamGroup) -> MomentumBlocks:
-    """The blocks of the momentum of a parameter, if it is in int8."""
-    return momentum_blocks(param, find_matrices(name, param.shape, matrix_options_of(param_group)))
-
-
-def convert_momentum(state: dict[str, Any], name: str, param: Tensor, param_group: ParamGroup) -> None:
-    """Makes momentum int8 if its param group keeps int8 and it is not, or the reverse. From int8 to float32 nothing
-    is lost.
-    """
-    momentum, to_int8 = state[MOMENTUM], keeps_int8(param_group)
-    if to_int8 == (momentum.dtype == torch.int8):
-        return
-    blocks = blocks_of(name, param, param_group)
-    if to_int8:
-        refuse_shared_blocks(name, param, blocks)
-        state[MOMENTUM], state[SCALES] = zeros_like(param, torch.int8), _zero_scales(param, blocks)
-    in_int8 = Int8Momentum.whole(local_part(state[MOMENTUM]), local_part(state[SCALES]), blocks)
-    if to_int8:
-        in_int8.store(local_part(momentum).float())
-    else:
-        state[MOMENTUM] = zeros_like(param, param_group["momentum_dtype"])
-        local_part(state[MOMENTUM]).copy_(in_int8.numbers())
-        del state[SCALES]
-
-
-def refuse_shared_blocks(name: str, param: Tensor, blocks: MomentumBlocks) -> None:
-    """Refuses to convert momentum to int8 where ranks share blocks, whose scales no rank finds alone."""
-    if blocks.reduced_axes:
-        raise StateError(
-            f"{name}: its momentum cannot be converted to int8 on {layout_text(name, param)}, where ranks share "
-            f"blocks of {int8.BLOCK} elements of a row. Convert it on one device or another mesh: load the checkpoint "
-            "there into an optimizer with momentum_dtype=torch.int8, and save it with torch.distributed.checkpoint."
-        )
-
-
-def _zero_scales(param: Tensor, blocks: MomentumBlocks) -> Tensor:
-    return zeros_laid_out_like(param, blocks.shape, int8.SCALE_DTYPE, scale_placements(param, blocks))
 
 
 @torch.inference_mode(False)
@@ -172,7 +125,7 @@ def storable(state_dict: dict[str, Any]) -> dict[str, Any]:
     own. All keys stay, since loaders require the same keys on both sides.
     """
     state_dict["param_groups"] = [
-        {key: value if key == "params" else _storable(value) for key, value in param_group.items()}
+        {**SAVED, **{key: value if key == "params" else _storable(value) for key, value in param_group.items()}}
         for param_group in state_dict["param_groups"]
     ]
     return state_dict
@@ -208,15 +161,15 @@ def _plain(value: Any) -> Any:
 
 def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], param_group: ParamGroup) -> None:
     """Raises StateError if the state of a parameter no longer fits it, before a step writes anything."""
-    for key, shape in shapes_of(name, param, param_group, param_state).items():
+    for key, shape in shapes_of(name, param, param_group).items():
         value: Any = param_state.get(key)
-        if value is None and key != SCALES:
+        if value is None:
             continue
         check_kind(name, key, value, shape)
         if key in ("step", COUNTER):  # without the number of steps: reading it may wait for a device
             continue
         same_dtype = param_group["use_muon"] or value.dtype == param.dtype
-        placed = is_placed(name, param, key, value, param_group)
+        placed = same_placement(param, value)
         if value.shape != shape or value.device != param.device or not placed or not same_dtype:
             now, then = (
                 f"{tuple(tensor.shape)} in {tensor.dtype} on {layout_text(name, tensor)}" for tensor in (param, value)
@@ -227,21 +180,8 @@ def check_current(name: str, param: Tensor, param_state: Mapping[str, Any], para
             )
 
 
-def is_placed(name: str, param: Tensor, key: str, value: Tensor, param_group: ParamGroup) -> bool:
-    """Whether a tensor of a parameter's state is on the same mesh, with the placements that it must have there."""
-    sharded, of_state = as_dtensor(param), as_dtensor(value)
-    if key != SCALES or sharded is None or of_state is None:
-        return same_placement(param, value)
-    placements = scale_placements(param, blocks_of(name, param, param_group))
-    return sharded.device_mesh == of_state.device_mesh and of_state.placements == placements
-
-
-def shapes_of(
-    name: str, param: Tensor, param_group: ParamGroup, param_state: Mapping[str, Any] | None = None
-) -> dict[str, tuple[int, ...]]:
-    """The keys of a parameter's state, and the shape of each; with scales if the momentum in ``param_state`` is in
-    int8.
-    """
+def shapes_of(name: str, param: Tensor, param_group: ParamGroup) -> dict[str, tuple[int, ...]]:
+    """The keys of a parameter's state, and the shape of each."""
     shape = tuple(param.shape)
     counter: dict[str, tuple[int, ...]] = {COUNTER: (2,)} if rounds_stochastically(param, param_group) else {}
     if not param_group["use_muon"]:
@@ -251,9 +191,7 @@ def shapes_of(
         matrix_set = find_matrices(name, param.shape, matrix_options_of(param_group))[0]
         memories = rule_memories(rules, matrix_set.lr_shape).items()
         rule_state = {key: matrix_set.rule_state_shape(shape, per_input=per_input) for key, per_input in memories}
-    in_int8 = getattr((param_state or {}).get(MOMENTUM), "dtype", None) == torch.int8
-    scales = {SCALES: blocks_of(name, param, param_group).shape} if in_int8 else {}
-    return {MOMENTUM: shape, **scales, **rule_state, **counter}
+    return {MOMENTUM: shape, **rule_state, **counter}
 
 
 def check_kind(name: str, key: str, value: Any, shape: tuple[int, ...], saved: str = "") -> None:
@@ -273,10 +211,8 @@ def check_kind(name: str, key: str, value: Any, shape: tuple[int, ...], saved: s
         if known_to_host(value) and int(value[1]) < 0:
             raise StateError(f"{what} has the count {int(value[1])}, it must be a count of steps.")
     else:
-        dtypes = {MOMENTUM: (torch.int8, *FLOAT_DTYPES), SCALES: (int8.SCALE_DTYPE,)}.get(key, FLOAT_DTYPES)
-        if not isinstance(value, Tensor) or value.dtype not in dtypes or value.layout != torch.strided:
-            choice = "in bfloat16" if key == SCALES else "in float16, bfloat16, float32 or float64"
-            choice += ", or in int8" if key == MOMENTUM else ""
+        if not isinstance(value, Tensor) or value.dtype not in FLOAT_DTYPES or value.layout != torch.strided:
+            choice = "in float16, bfloat16, float32 or float64"
             raise StateError(f"{what} is {_described(value)}, it must be a tensor of shape {shape} {choice}.")
 
 

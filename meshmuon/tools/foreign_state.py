@@ -184,8 +184,7 @@ def loadable(optimizer: Muon, saved: dict[str, SavedParam]) -> dict[str, Any]:
             # A param group may have torch's own keys for AdamW's options instead of meshmuon's.
             renamed = {} if live["use_muon"] else {k: f"adamw_{k}" for k in ("betas", "eps") if k not in live}
             options[name] = {renamed.get(k, k): value for k, value in member.options.items()}
-            # Int8 is made by ``start``, which knows its scales.
-            dtype = live["momentum_dtype"] if live["use_muon"] and live["momentum_dtype"] != torch.int8 else None
+            dtype = live["momentum_dtype"] if live["use_muon"] else None
             state[key] = _state_here(name, member, dtype)
             if state[key]:
                 start(state[key], name, param, cast(ParamGroup, live))

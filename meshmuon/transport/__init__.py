@@ -7,7 +7,6 @@ from .collectives import (
     broadcast,
     norm_device,
     reduce_largest,
-    reduce_over_axes,
     reduce_sum,
     swap_with,
 )

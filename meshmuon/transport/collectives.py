@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from .host_channel import HostChannel, open_channel
 from .plain_data import from_bytes, to_bytes
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 _T = TypeVar("_T")
 # memory, by its length
@@ -73,15 +73,6 @@ def reduce_largest(
 ) -> None:
     """As ``reduce_sum``, with the maximum. There must be no NaN: what its maximum is depends on the backend."""
     reduce_sum(tensor, group, phase=phase, largest=True)
-
-
-def reduce_over_axes(values: Tensor, like: Tensor, axes: Sequence[int]) -> None:
-    """Replaces ``values`` by their maximum over the ranks along these axes of the mesh of ``like``; waits as
-    ``reduce_sum``.
-    """
-    for axis in axes:
-        group = cast("DTensor", like).device_mesh.get_group(axis)
-        reduce_largest(values, group, phase="reduction of the scales of int8 momentum")
 
 
 def maximum(words: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:

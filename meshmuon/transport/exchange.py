@@ -43,8 +43,7 @@ class Exchange:
     2. ``reduce_largest``: the optimizer, at most once per step, before any ``start`` of it, on all ranks of the group
        or none.
     3. ``add_up``: the optimizer, at most once per step, after the last ``wait`` of it, on all ranks of the group or
-       none. For rules that ask for numbers of weights also a ``StepExecutor``, after the ``wait`` for the scatters of
-       those waves that it finishes together.
+       none.
     4. ``start``: a ``StepExecutor`` while it runs, at every step. All ranks of the group start the same exchanges in
        the same order, also those in which a rank sends and receives nothing: the n-th exchange of one rank meets the
        n-th of every other. What a rank sends to another must be as long as what the other expects from it; the plan
@@ -81,9 +80,9 @@ class Exchange:
         """Replaces ``value`` by its maximum over the ranks, on its device; the host does not wait."""
         reduce_largest(value, self._group, phase="agreement")
 
-    def add_up(self, values: Tensor, *, phase: str = "reduction of metrics") -> None:
+    def add_up(self, values: Tensor) -> None:
         """Replaces ``values`` by their sums over the ranks, on their device; the host does not wait."""
-        reduce_sum(values, self._group, phase=phase)
+        reduce_sum(values, self._group, phase="reduction of metrics")
 
     def tell(self, entries: list[_T]) -> dict[int, list[_T]]:
         """Rank → its ``entries``; empty if no rank has any, which takes one small vote in host memory."""

@@ -49,7 +49,7 @@ def check_round_trip(name: str, like: Tensor) -> None:
         raise UnsupportedError(
             f"{name}, {tuple(like.shape)} with placements {placements} on a mesh of {tuple(mesh.shape)}: torch itself "
             f"cannot gather it, which the reference path needs ({trouble}). Step this layout without "
-            "reference_path=True: the normal path does not use torch's gather. Or choose sizes that divide."
+            "use_distributed_muon=True: the normal path does not use torch's gather. Or choose sizes that divide."
         )
 
 

@@ -28,16 +28,15 @@ OTHER: dict[str, Any] = {
     "none_grad": False,
     "debug": True,
     "clip_config": {"head_dim": 2, "threshold": 100},
-    "waves_ahead": 0,
+    "warmup_step": 0,
     "chunk_size": 1,
-    "reference_path": True,
+    "use_distributed_muon": True,
     "expert_keys": ["one"],
     "scheme": "keller",
     "adjust_lr_fn": "spectral",
     "maximize": True,
     "conv": "flatten",
     "split": 2,
-    "expert_dims": "in_out",
     "matrices": {"one": {"dims": "in_out"}},
     "compute_dtype": torch.float64,
     "momentum_dtype": torch.float64,
@@ -62,7 +61,6 @@ NOT_HERE = {
     "conv",  # of convolution filters only
 }
 EXPERTS: dict[str, dict[str, Any]] = {  # what all ranks are given beside it, so that there are experts
-    "expert_dims": {"expert_keys": ["one", "two"]},
     "expert_keys": {"conv": "flatten"},
 }
 

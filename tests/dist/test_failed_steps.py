@@ -30,7 +30,7 @@ from meshmuon.execute import settings as executor_settings
 from meshmuon.ortho.kernels import products
 from meshmuon.ortho.kernels.products import BlockedProducts
 from meshmuon.ortho.kernels.tilings import ProductKind
-from meshmuon.state.param_state import MOMENTUM, SCALES
+from meshmuon.state.param_state import MOMENTUM
 from meshmuon.transport import collectives as small_collectives
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
@@ -113,9 +113,9 @@ class Rank:
         return [whole(param) for param in self.params]
 
     def everything(self) -> list[Tensor]:
-        """Weights, momenta, their scales, and rule state."""
+        """Weights, momenta and rule state."""
         states = [self.optimizer.state[param] for param in self.params]
-        keys = MOMENTUM, SCALES, RULE_STATE
+        keys = MOMENTUM, RULE_STATE
         return self.whole() + [whole(state[key]) for key in keys for state in states if key in state]
 
 
@@ -145,7 +145,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "without Nesterov": {"nesterov": False},
     "rule": {"rule": MoodyRule(), "scheme": "auto"},
     "skip": {"nonfinite": "skip"},
-    "int8 momentum": {"momentum_dtype": torch.int8},
     "DistMuon": {"weight_decay": 0.1, "adjust_lr_fn": "original"},
 }
 CASES = [(layout, name) for layout in LAYOUTS for name in OPTIONS if name != "DistMuon" or layout == "plain replicas"]
@@ -200,7 +199,7 @@ def test_matrices_that_fail_keep_weight_and_momentum(layout: str, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"reference_path": True}, {"rule": MoodyRule()}], ids=["plain", "reference", "rule"]
+    "options", [{}, {"use_distributed_muon": True}, {"rule": MoodyRule()}], ids=["plain", "reference", "rule"]
 )
 def test_one_device_keeps_what_fails(options: dict[str, Any]) -> None:
     one = Rank(None, alone=True, **options)
@@ -446,7 +445,7 @@ def kernels_run(rank: int, broken: int | None, **options: Any) -> tuple[list[str
     return [*said, one.step(1)], one.whole()
 
 
-@pytest.mark.parametrize("options", [{}, {"reference_path": True}], ids=["waves", "reference path"])
+@pytest.mark.parametrize("options", [{}, {"use_distributed_muon": True}], ids=["waves", "reference path"])
 def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """``"auto"``: one rank cannot launch, so none uses the kernel, and one warning says why. ``"triton"``: all
     ranks raise.

@@ -170,7 +170,7 @@ def test_a_wave_frees_gradients_once_they_are_sent(none_grad: bool) -> None:
 
         params = [nn.Parameter(on_mesh(torch.ones(4, 6), mesh)) for _ in range(6)]
         groups = [{"params": params, "use_muon": True, "scheme": watch}]
-        optimizer = Muon(groups, chunk_size=1, waves_ahead=0, none_grad=none_grad)
+        optimizer = Muon(groups, chunk_size=1, warmup_step=0, none_grad=none_grad)
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step()

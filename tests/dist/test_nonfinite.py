@@ -165,8 +165,7 @@ GUARDED: dict[str, tuple[Layout, dict[str, Any]]] = {
         Layout(2, (S1,)),
         {"cautious_weight_decay": True, "momentum_dtype": torch.bfloat16},
     ),
-    "the reference path": (LAYOUTS["TP×FSDP"], {"reference_path": True}),
-    "int8 momentum, a rank with scales only": (Layout(4, (S1,)), {"momentum_dtype": torch.int8}),
+    "the reference path": (LAYOUTS["TP×FSDP"], {"use_distributed_muon": True}),
     "DistMuon": (Layout(2, None), {"kind": DistMuon}),
 }
 

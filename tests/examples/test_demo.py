@@ -88,23 +88,6 @@ def test_two_processes_learn_what_one_does(tiny: list[str], tmp_path: Path) -> N
     assert "nothing is padded" in page
 
 
-def test_one_process_rounds_as_two_that_send(tiny: list[str], tmp_path: Path) -> None:
-    flags = [*tiny, "--only", "muon", "--no-plot", "--microbatches", "2", "--grad-clip", "0"]
-    assert train_gpt.main([*flags, "--out", str(tmp_path / "unrounded")]) == 0
-    flags += ["--wire", "bfloat16-int8"]
-    assert train_gpt.main(flags) == 0
-    together = [*flags, "--out", str(tmp_path / "two")]
-    together[together.index("--nproc") + 1] = "2"
-    done = run_demo(together)
-    assert done.returncode == 0, done.stderr
-    unrounded, alone, two = (
-        log_of(tmp_path / out)["runs"]["muon"]["train_loss"] for out in ("unrounded", "runs", "two")
-    )
-    assert two == alone
-    assert alone != unrounded
-    assert alone == pytest.approx(unrounded, abs=0.05)
-
-
 def test_qk_clip_bounds_the_logits(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_gpt.main([*tiny, *CLIP.split()]) == 0
     log = log_of(tmp_path / "runs")

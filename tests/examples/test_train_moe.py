@@ -7,10 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 import train_moe
-from demo.optimizers import WIRES
 from tests.support.scripts import run_script
 
 from .conftest import EXAMPLES, REPOSITORY
@@ -44,26 +42,6 @@ def test_two_processes_learn_what_one_does(
     assert "over 2 ranks" in done.stdout
     assert len(losses_of(alone)) == 3
     assert losses_of(done.stdout) == pytest.approx(losses_of(alone), abs=2e-4)  # printed with four digits
-
-
-def test_one_process_rounds_experts_as_if_it_sent_them(source_folder: Path) -> None:
-    def trained(*more: str) -> train_moe.Trained:
-        flags = [*FLAGS.split(), "--data", str(source_folder), "--nproc", "1", "--schedule", "linear", *more]
-        return train_moe.Job(train_moe.parser().parse_args(flags)).run(lambda step, loss: None)
-
-    def experts_of(result: train_moe.Trained) -> Tensor:
-        names = [
-            (name, p)
-            for g in result.optimizer.param_groups
-            for name, p in zip(g["param_names"], g["params"], strict=True)
-        ]
-        return next(param for name, param in names if name.endswith("experts.w1"))
-
-    unrounded = trained()
-    for wire in WIRES:
-        rounded = trained("--wire", wire)
-        assert not experts_of(rounded).equal(experts_of(unrounded)), wire
-        assert rounded.valid_loss == pytest.approx(unrounded.valid_loss, abs=0.05)
 
 
 @pytest.mark.parametrize(

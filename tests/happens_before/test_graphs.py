@@ -35,7 +35,7 @@ def program(*, sharded: bool, **options: Any) -> Program:
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("options", [{}, {"kernels": "torch"}, {"rule": "normuon"}, {"waves_ahead": 0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"kernels": "torch"}, {"rule": "normuon"}, {"warmup_step": 0}], ids=str)
 def test_a_graph_serves_all_batches_of_a_kind(
     options: dict[str, Any], sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

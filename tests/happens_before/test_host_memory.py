@@ -257,7 +257,7 @@ def test_the_reference_path_refuses_weights_in_host_memory(monkeypatch: pytest.M
     )
     weight = parameter_in_host_memory((4, 3))
     before = weight._local_tensor.clone()
-    optimizer = Muon([{"params": [weight], "names": ["layers.0.weight"], "use_muon": True}], reference_path=True)
+    optimizer = Muon([{"params": [weight], "names": ["layers.0.weight"], "use_muon": True}], use_distributed_muon=True)
     with pytest.raises(UnsupportedError, match=r"layers\.0\.weight is in host memory on a mesh of cuda devices"):
         optimizer.step()
     assert torch.equal(weight._local_tensor, before)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from meshmuon import Interleaved
 from meshmuon.device import Streams
 from meshmuon.execute import build, executor
-from tests.support.happens_before.programs import EVENTS, INT8_WIRES, Program, ProgramParam, random_program
+from tests.support.happens_before.programs import EVENTS, PAIRS, Program, ProgramParam, random_program
 from tests.support.happens_before.removals import SCENARIOS
 from tests.support.happens_before.runs import check, run_program
 from tests.support.happens_before.twin_tensor import TwinTensor
@@ -51,10 +50,7 @@ def test_the_random_programs_are_of_every_kind() -> None:
         *(sum(event in dict(program.events).values() for program in programs) for event in EVENTS),
         sum(program.optimizer == "DistMuon" for program in programs),
         *(sum(program.options.get("metrics") == every for program in programs) for every in (1, 2)),
-        *(
-            sum(program.options.get("comm_dtype") == wire for program in programs)
-            for wire in (torch.float32, *INT8_WIRES)
-        ),
+        *(sum(program.options.get("comm_dtype") == wire for program in programs) for wire in (torch.float32, *PAIRS)),
         sum(program.options["nonfinite"] == "skip" and program.nonfinite_step is not None for program in programs),
         *(sum(getattr(program, flag) for program in programs) for flag in ("scaled", "clips", "qk_clip", "device_lr")),
         *(sum(getattr(program, flag) for program in programs) for flag in ("own_stream", "fsdp_grads", "host_logits")),
@@ -66,21 +62,6 @@ def test_the_random_programs_are_of_every_kind() -> None:
         Counter(type(placement).__name__ for param in params for placement in param.placements or ())["_StridedShard"],
     ):
         assert count >= 15
-
-
-@pytest.mark.parametrize(
-    "more", [{}, {"momentum_dtype": torch.int8, "nonfinite": "skip"}, {"rule": "hyperball"}], ids=str
-)
-def test_pieces_in_int8_that_are_two_views_beside_others(more: dict[str, Any]) -> None:
-    """Of nine rows that take turns, rank 0 has 1, 2 and 4 of a part; of the other weight it has all."""
-    turns: Any = Interleaved((1, 2), 3)
-    params = (
-        ProgramParam(f"layers.{k}.weight", (9, 6), (cut,), split=turns) for k, cut in enumerate((Shard(0), Replicate()))
-    )
-    outcome = check(
-        Program((2,), tuple(params), options={"comm_dtype": torch.int8, "ns_steps": 1, "replicas": "share", **more})
-    )
-    assert outcome.operations
 
 
 def fused(mesh: tuple[int, ...], placements: tuple[object, ...]) -> Program:
@@ -165,16 +146,6 @@ def test_guarded_updates_that_are_not_finite(in_host: bool, kernels: str) -> Non
     assert not outcome.of("race", "lifetime", "misuse")
     for of_rank, start in zip(outcome.weights, run_program(replace(program, lr=0.0)).weights, strict=True):
         assert all(torch.equal(weight, first) for weight, first in zip(of_rank, start, strict=True))
-
-
-def test_programs_of_one_process_share_no_tensors() -> None:
-    """Where blocks of int8 momentum lie is cached: the second program would read what the first one's stream has
-    written.
-    """
-    params = (ProgramParam("layers.0.weight", (6, 4), (Shard(0),)),)
-    program = Program((2,), params, options={"ns_steps": 1, "momentum_dtype": torch.int8})
-    check(replace(program, own_stream=True))
-    check(program)
 
 
 def test_without_streams_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:

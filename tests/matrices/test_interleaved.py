@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshmuon import ConfigError, Interleaved
-from meshmuon.matrices import MatrixOptions, StridedRange, check_matrix_options, find_matrices
+from meshmuon.matrices import MatrixOptions, ParamMatrices, StridedRange, check_matrix_options, find_matrices
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 1), (1, -1), (1, 1.0), (1, True), 3, None, "ab"])
@@ -99,7 +99,9 @@ def test_which_rows_each_part_has(
 
 
 def test_experts_that_are_stored_as_inputs_by_outputs() -> None:
-    options = MatrixOptions(("experts",), split=Interleaved((1, 1), 4), expert_dims="in_out")
+    options = MatrixOptions(
+        ("experts",), split=Interleaved((1, 1), 4), matrices={"experts": ParamMatrices(dims="in_out")}
+    )
     gate, up = find_matrices("experts", (3, 5, 8), options)
     assert (gate.count, gate.rows, gate.cols, gate.lr_shape) == (3, 5, 4, (4, 5))
     assert gate.window == (StridedRange(0, 5), StridedRange(0, 1, 4, 2))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshmuon import ConfigError
-from meshmuon.matrices import MatrixOptions, MatrixSet, check_matrix_options, find_matrices
+from meshmuon.matrices import MatrixOptions, MatrixSet, ParamMatrices, check_matrix_options, find_matrices
 
 sizes = st.integers(0, 9)
 
@@ -65,13 +65,20 @@ def test_every_element_is_in_one_matrix(shape: list[int], experts: bool) -> None
     assert found.count * found.rows * found.cols == math.prod(shape)
 
 
+IN_OUT = {"matrices": {"experts": ParamMatrices(dims="in_out")}}
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "expected"),
     [
         ((6, 5), {"split": (3, 1, 2)}, [(3, 5, ((0, 3), (0, 5))), (1, 5, ((3, 4), (0, 5))), (2, 5, ((4, 6), (0, 5)))]),
         ((6, 5), {"split": 3}, [(3, 5, ((0, 3), (0, 5))), (3, 5, ((3, 6), (0, 5)))]),
         ((4, 6, 5), {"split": (2, 4)}, [(2, 5, ((0, 2), (0, 5))), (4, 5, ((2, 6), (0, 5)))]),
-        ((4, 5, 6), {"split": (2, 4), "expert_dims": "in_out"}, [(5, 2, ((0, 5), (0, 2))), (5, 4, ((0, 5), (2, 6)))]),
+        (
+            (4, 5, 6),
+            {"split": (2, 4), **IN_OUT},
+            [(5, 2, ((0, 5), (0, 2))), (5, 4, ((0, 5), (2, 6)))],
+        ),
         ((6, 5), {"split": lambda name, shape: shape[0] // 2 if name == "experts" else None}, None),
         ((6, 2, 3, 3), {"conv": "flatten", "split": 2}, [(2, 18, ((k, k + 2), (0, 18))) for k in (0, 2, 4)]),
     ],
@@ -84,7 +91,7 @@ def test_splits_cut_the_outputs(shape: tuple[int, ...], options: dict[str, Any],
     assert all(part.count == 1 and part.length == part.size for one in found for part in one.window or ())
     assert sum(one.count * one.rows * one.cols for one in found) == math.prod(shape)
     for one in found:
-        assert one.lr_shape == ((one.cols, one.rows) if "expert_dims" in options else (one.rows, one.cols))
+        assert one.lr_shape == ((one.cols, one.rows) if "matrices" in options else (one.rows, one.cols))
 
 
 def test_a_function_may_leave_a_weight_whole() -> None:
@@ -114,7 +121,6 @@ def test_splits_that_do_not_fit(split: Any, message: str) -> None:
     ("options", "message"),
     [
         ({"conv": "unfold"}, r"conv='unfold' is unknown; write one of \(None, 'flatten', 'adamw'\)"),
-        ({"expert_dims": "out"}, r"expert_dims='out' is unknown; write one of \('out_in', 'in_out'\)"),
         ({"split": "qkv"}, "split: split='qkv' must be sizes"),
     ],
 )

@@ -49,7 +49,7 @@ def measured(case: Case, metrics: list[dict[str, Any]], **options: Any) -> dict[
     return {**options, "metrics": MEASURED, "watch": watch}
 
 
-def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False, reference_path: bool = False) -> None:
+def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False, use_distributed_muon: bool = False) -> None:
     """Compares all metrics of all steps on all ranks with those of one device, and the weights with unmeasured ones."""
     torch.set_num_threads(case.threads)
     unmeasured = single(case)
@@ -60,7 +60,7 @@ def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False, refer
     def main(rank: int) -> None:
         found: list[dict[str, Any]] = []
         options: dict[str, Any] = {"replica_group": dist.group.WORLD} if replica_group else {}
-        options |= {"reference_path": True} if reference_path else {}
+        options |= {"use_distributed_muon": True} if use_distributed_muon else {}
         check(case, layouts.build(), unmeasured, **measured(case, found, **options))
         for step, (one, other) in enumerate(zip(found, expected, strict=True)):
             near(one, other, f"rank {rank}, step {step}")
@@ -94,7 +94,7 @@ MIXED = (
 
 @pytest.mark.parametrize("options", [{}, {"rule": NorMuon()}], ids=str)
 def test_the_reference_path_measures_what_one_device_does(options: dict[str, Any]) -> None:
-    run_case(Case(MIXED, {"replicas": "share", **options}, steps=3), Layouts((2, 2)), reference_path=True)
+    run_case(Case(MIXED, {"replicas": "share", **options}, steps=3), Layouts((2, 2)), use_distributed_muon=True)
 
 
 def test_dist_muon_measures_averaged_gradients() -> None:

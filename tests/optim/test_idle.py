@@ -110,8 +110,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"cautious_weight_decay": True, "maximize": True},
     {"scheme": polar_factor},
     {"scheme": "zolotarev"},
-    {"reference_path": True},
-    {"reference_path": True, "rule": "normuon"},
+    {"use_distributed_muon": True},
+    {"use_distributed_muon": True, "rule": "normuon"},
     {"nonfinite": "skip", "lr": torch.tensor(0.005)},
     {"compile": "eager"},
 ]

@@ -95,7 +95,6 @@ def test_signs_of_zeros_survive_a_masked_skip(masked: None) -> None:
         {"scheme": "keller"},
         {"use_distributed_muon": True},
         {"momentum_dtype": torch.bfloat16},
-        {"momentum_dtype": torch.int8},
         {"none_grad": False},
         {"lr": torch.tensor(LR)},
         {"rule": "normuon"},

@@ -144,7 +144,11 @@ def never(steps: int, model: Model = plain, **options: Any) -> Run:
 @pytest.mark.parametrize("toggled", [(0,), (3,), (1, 3, 4), (1, 3, 5, 5)], ids=str)
 @pytest.mark.parametrize(
     ("model", "options"),
-    [*((model, {}) for model in MODELS), ("plain", {"reference_path": True}), ("halves", {"rounding": "stochastic"})],
+    [
+        *((model, {}) for model in MODELS),
+        ("plain", {"use_distributed_muon": True}),
+        ("halves", {"rounding": "stochastic"}),
+    ],
     ids=str,
 )
 def test_the_same_bits_on_and_off(model: str, options: dict[str, Any], toggled: tuple[int, ...]) -> None:

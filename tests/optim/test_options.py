@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -171,22 +170,3 @@ def test_the_learning_rate_of_adamw_s_part(build: type[Muon]) -> None:
     assert rates(fresh) == rates(optimizer)
     with pytest.raises(ConfigError, match="group 0: adamw_lr holds for the whole optimizer"):
         build([group([matrix], adamw_lr=0.1)])
-
-
-def test_one_lr_tensor_under_a_scheduler_with_several_rates() -> None:
-    """torch's schedulers write into the tensor: the rate of the last group holds for all, which nobody means."""
-    for own, max_lr, warned in ((False, [0.1, 0.01], 1), (False, 0.1, 0), (True, [0.1, 0.01], 0)):
-        params = make_params((4, 6), (5,))
-        optimizer = Muon([group(params[:1]), group(params[1:], use_muon=False)], lr=torch.tensor(LR))
-        if own:
-            for param_group in optimizer.param_groups:
-                param_group["lr"] = param_group["lr"].clone()
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=max_lr, total_steps=5)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for step in range(2):
-                set_gradients(params, gradients(params, step))
-                optimizer.step()
-                schedule.step()
-        found = [warning for warning in caught if "one and the same tensor" in str(warning.message)]
-        assert [warning.filename for warning in found] == [__file__] * warned

@@ -19,7 +19,7 @@ from tests.support.threads import run_threads
 CLIP = {"q_indices": [0, 1], "k_indices": [0, 1], "head_dim": 4, "threshold": 1.0}
 QK = ("layers.0.wq.weight", "layers.0.wk.weight")
 by_either = pytest.mark.parametrize("use_muon", [True, False], ids=["Muon", "AdamW"])
-on_either_path = pytest.mark.parametrize("reference_path", [False, True], ids=["plan", "reference"])
+on_either_path = pytest.mark.parametrize("use_distributed_muon", [False, True], ids=["plan", "reference"])
 
 
 def make(params: list[nn.Parameter], *, use_muon: bool = True, names: tuple[str, ...] = (), **options: Any) -> Muon:
@@ -48,7 +48,7 @@ def refuses(loss: Tensor) -> None:
 
 
 @by_either
-@pytest.mark.parametrize("options", [{}, {"cautious_weight_decay": True}, {"reference_path": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"cautious_weight_decay": True}, {"use_distributed_muon": True}], ids=str)
 def test_plain_weights(use_muon: bool, options: dict[str, Any]) -> None:
     weight = nn.Parameter(torch.randn(8, 8))
     optimizer = make([weight], use_muon=use_muon, **options)
@@ -71,14 +71,14 @@ def test_weights_that_kernels_of_a_device_write() -> None:
 
 
 @on_either_path
-def test_weights_without_a_gradient_are_not_overwritten(reference_path: bool) -> None:
+def test_weights_without_a_gradient_are_not_overwritten(use_distributed_muon: bool) -> None:
     """Also under a plan that covers them: a backward pass through such a weight still works, through the other it
     raises.
     """
 
     def body(rank: int) -> None:
         weights = sharded_weights(2)
-        optimizer = make(weights, reference_path=reference_path)
+        optimizer = make(weights, use_distributed_muon=use_distributed_muon)
         for active in ((0, 1), (0,), (1,), (0, 1)):
             optimizer.zero_grad()
             losses = [weight.square().sum() for weight in weights]
@@ -96,12 +96,12 @@ def test_weights_without_a_gradient_are_not_overwritten(reference_path: bool) ->
 @by_either
 @on_either_path
 @pytest.mark.parametrize("local", [False, True], ids=["DTensor", "to_local"])
-def test_sharded_weights(use_muon: bool, reference_path: bool, local: bool) -> None:
+def test_sharded_weights(use_muon: bool, use_distributed_muon: bool, local: bool) -> None:
     """Also where a model works on the local tensors itself, as tensor parallel modules do."""
 
     def body(rank: int) -> None:
         (weight,) = sharded_weights(1)
-        optimizer = make([weight], use_muon=use_muon, reference_path=reference_path)
+        optimizer = make([weight], use_muon=use_muon, use_distributed_muon=use_distributed_muon)
         gradient(weight)
         optimizer.step()  # the first one makes a plan, the second is an ordinary one
         gradient(weight)

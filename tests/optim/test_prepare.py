@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshmuon import ConfigError, InactiveWarning, MeshmuonError, Muon, TorchMuon
+from meshmuon import ConfigError, InactiveWarning, MeshmuonError, Muon
 from meshmuon.execute import Executor
 from meshmuon.optim import preparation
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps
@@ -45,7 +45,13 @@ def with_late_gradients(*, prepares: bool, offloads: bool = False, **options: An
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"rule": "normuon", "nonfinite": "skip"}, {"reference_path": True}, {"metrics": 2}, {"compile": "eager"}],
+    [
+        {},
+        {"rule": "normuon", "nonfinite": "skip"},
+        {"use_distributed_muon": True},
+        {"metrics": 2},
+        {"compile": "eager"},
+    ],
     ids=str,
 )
 def test_bits_do_not_change(options: dict[str, Any], offloads: bool) -> None:
@@ -79,18 +85,6 @@ def test_the_first_step_finds_everything_and_so_does_a_second_call() -> None:
     assert optimizer.workspace_bytes() == workspace
     assert all(map(operator.is_, tensors, tensors_of(optimizer)))
     assert_equal(params[:6], after(2))
-
-
-def test_the_class_with_torchs_signature() -> None:
-    trained = []
-    for prepares in (True, False):
-        params = initial(None)[:5]
-        optimizer = TorchMuon(params)
-        if prepares:
-            optimizer.prepare()
-        run_steps(params, optimizer, range(2))
-        trained.append(everything(optimizer))
-    assert_bits(*trained)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshmuon import ConfigError, DistMuon, Muon, Scheme, TorchMuon, UnknownOptionError, get_default_muon_param_groups
+from meshmuon import ConfigError, DistMuon, Muon, Scheme, UnknownOptionError, get_default_muon_param_groups
+from meshmuon.dropped import NAMES
 from meshmuon.ortho import keller
 from meshmuon.ortho.remez import Quintic
 from tests.support.bounds import nudge, orthogonalize_error
@@ -47,6 +48,23 @@ def compare(shapes: tuple[Shape, ...], dtype: torch.dtype, steps: int = 10, form
 @pytest.mark.parametrize("form", ["auto", "standard", "gram"])
 def test_blocked_sizes_equal_torch(form: str) -> None:
     compare(BLOCKED, torch.float32, steps=4, form=form)
+
+
+@pytest.mark.usefixtures("precise_torch")
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": False, "momentum": 0.5}, {"weight_decay": 0.0, "ns_steps": 3}], ids=str
+)
+def test_the_call_that_replaces_torch_muon_makes_torchs_updates(options: dict[str, Any]) -> None:
+    """Torch's momentum is a mean of the gradients and ours their sum: a factor, which orthogonalising removes."""
+    call, _, _ = NAMES["TorchMuon"].partition(" makes the same updates")
+    start = make_params((24, 24), (48, 16), (16, 48), (33, 50), dtype=torch.float64)
+    ours, theirs = copies(start), copies(start)
+    optimizer = eval(
+        call.removesuffix(")") + ", **options)", {"Muon": Muon, "matrices": ours, "lr": LR, "options": options}
+    )
+    run(optimizer, ours, range(6))
+    run(torch.optim.Muon(theirs, lr=LR, **options), theirs, range(6))
+    assert_moved_alike(ours, theirs, start, 1e-9)
 
 
 @pytest.mark.usefixtures("precise_torch")
@@ -113,7 +131,10 @@ def test_torch_as_shipped_within_its_rounding(rule: str, nesterov: bool) -> None
             assert (ours[k] - theirs[k]).norm().item() < bounds[k], f"{tuple(grad.shape)} at step {step}"
 
 
-SHOWN = r"The update of torch\.optim\.Muon is that of (.*?\))(?:\.|, or that without adjust_lr_fn if you wrote 'match_rms_adamw')"
+SHOWN = (
+    r"The update of torch\.optim\.Muon is that of (.*?\))"
+    r"(?:\.|, or that without adjust_lr_fn if you wrote 'match_rms_adamw')"
+)
 TORCHS: list[dict[str, Any]] = [
     {},
     {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7, "eps": 1e-7, "weight_decay": 0.0},
@@ -127,7 +148,7 @@ TORCHS: list[dict[str, Any]] = [
 @pytest.mark.filterwarnings("ignore:group 0. lr=0.001 is small:meshmuon.RoutingWarning")  # torch's default
 @pytest.mark.parametrize("given", TORCHS, ids=str)
 def test_a_call_of_torch_is_answered_with_one_that_updates_alike(given: dict[str, Any]) -> None:
-    """Both calls that the error shows are made as they stand there."""
+    """The call that the error shows is made as it stands there."""
     start = make_params((32, 32), (64, 40), (24, 96))
     with pytest.raises(ConfigError) as caught:
         Muon(copies(start), **given)
@@ -141,12 +162,10 @@ def test_a_call_of_torch_is_answered_with_one_that_updates_alike(given: dict[str
         assert "adjust_lr_fn='original'" in call
     theirs = copies(start)
     run(torch.optim.Muon(theirs, **given), theirs, range(4))
-    assert "meshmuon.TorchMuon takes torch's own arguments as they are" in str(caught.value)
     scheme = Scheme("torch's", (Quintic(*given.get("ns_coefficients", KELLER)),) * given.get("ns_steps", 5), "torch")
-    for answer in (call, "TorchMuon(matrices, **given)"):
-        ours = copies(start)
-        run(eval(answer, {"Muon": Muon, "TorchMuon": TorchMuon, "matrices": ours, "given": given}), ours, range(4))
-        assert_moved_within_rounding(ours, theirs, start, 4, scheme)
+    ours = copies(start)
+    run(eval(call, {"Muon": Muon, "matrices": ours}), ours, range(4))
+    assert_moved_within_rounding(ours, theirs, start, 4, scheme)
 
 
 def test_the_answer_names_what_was_passed() -> None:

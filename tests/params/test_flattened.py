@@ -116,3 +116,13 @@ def test_a_model_of_flat_weights_without_any_mark(route: str) -> None:
     optimizer.param_groups[0]["params"][0].grad = torch.ones(48)
     with pytest.raises(ConfigError, match=rf"no matrix for Muon.*flattened.*DeepSpeed ZeRO.*{FSDP2}"):
         optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Muon was given names and parameters without the model")
+def test_traced_stages_of_pipelines_are_routed_by_names_only() -> None:
+    traced = torch.export.unflatten(torch.export.export(nn.Sequential(model()), (torch.ones(2, 6),)))
+    with pytest.raises(
+        UnsupportedError, match=r"was traced by torch\.export.* Write Muon\(stage\.named_parameters\(\), lr"
+    ):
+        Muon(traced)
+    assert Muon(traced.named_parameters(), lr=LR).routing_table().rows

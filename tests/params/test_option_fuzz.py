@@ -121,16 +121,12 @@ def choice(*texts: str) -> Callable[[Any], bool]:
     return lambda value: type(value) is str and value in texts
 
 
-def dtype_or_none(value: Any) -> bool:
-    return value is None or value in (torch.float32, torch.bfloat16, torch.float64)
-
-
-def dtype_or_int8(value: Any) -> bool:
-    return not isinstance(value, (Tensor, np.ndarray)) and (value is torch.int8 or dtype_or_none(value))
+def dtype_of_floats(value: Any) -> bool:
+    return not isinstance(value, (Tensor, np.ndarray)) and value in (None, torch.float32, torch.bfloat16, torch.float64)
 
 
 def dtypes_on_the_wire(value: Any) -> bool:
-    return all(map(dtype_or_int8, value if type(value) in (tuple, list) and len(value) == 2 else [value]))
+    return all(map(dtype_of_floats, value if type(value) in (tuple, list) and len(value) == 2 else [value]))
 
 
 def pair(value: Any) -> bool:
@@ -166,22 +162,19 @@ GROUP_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "adjust_lr_fn": choice("match_rms_adamw", "original", "spectral"),
     "conv": lambda value: value is None or choice("flatten", "adamw")(value),
     "split": lambda value: value is None or (type(value) is int and value == 1),
-    "expert_dims": choice("out_in", "in_out"),
     "matrices": lambda value: value is None or (isinstance(value, dict) and not value),
     "rounding": choice("nearest", "stochastic"),
-    "compute_dtype": lambda value: not isinstance(value, (Tensor, np.ndarray)) and dtype_or_none(value),
-    "momentum_dtype": dtype_or_int8,
+    "compute_dtype": dtype_of_floats,
+    "momentum_dtype": dtype_of_floats,
     "rule": lambda value: isinstance(value, NorMuon) or choice("plain", "normuon", "muon_plus", "muoneq")(value),
 }
 OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "debug": flag,
     "use_distributed_muon": flag,
-    "reference_path": lambda value: value is None or flag(value),
     "deterministic": flag,
     "cuda_graphs": flag,
     "allow_inactive": flag,
     "warmup_step": whole(0, 1024),
-    "waves_ahead": lambda value: value is None or whole(0, 1024)(value),
     "chunk_size": lambda value: type(value) is int and (value == -1 or value >= 1),
     "memory_budget": lambda value: value is None or whole(1)(value),
     "replicas": choice("auto", "share", "repeat"),

@@ -18,6 +18,7 @@ from torch import nn
 
 import meshmuon
 from meshmuon import ConfigError, DistMuon, Muon, OptionNameWarning
+from meshmuon.dropped import SAVED
 from meshmuon.integrations.factory import muon_for
 from meshmuon.optim import muon as muon_module
 from meshmuon.params import arguments, option_table
@@ -28,7 +29,6 @@ from .test_option_fuzz import GROUP_OPTIONS, OPTIMIZER_OPTIONS
 
 PACKAGE = Path(meshmuon.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "optimizer.md"
-ALIASED = [option for option in optimizer_options() if option.aliases]
 TORCHS_NAMES = {alias: option for option in group_options() for alias in option.aliases}
 NO_OPTIONS = {"params", "param_names", "use_muon"}
 
@@ -52,8 +52,6 @@ def test_names_are_unique() -> None:
 
 def test_the_signature_has_the_options_and_their_defaults() -> None:
     expected = {option.name: option.default for option in OPTIONS}
-    for option in ALIASED:
-        expected |= {option.name: None, **dict.fromkeys(option.aliases, option.default)}
     expected |= dict.fromkeys(TORCHS_NAMES)
     assert {name: parameter.default for name, parameter in parameters(Muon).items()} == expected
     # True == 1 and 1.0 == 1: types as well.
@@ -101,13 +99,13 @@ def test_the_types_of_a_param_group_name_its_options() -> None:
 def test_the_defaults_of_the_optimizer_are_the_options_of_groups() -> None:
     optimizer = muon(make_params((3, 4)))
     assert list(optimizer.defaults) == [option.name for option in group_options()]
-    assert set(optimizer.state_dict()["param_groups"][0]) == {*NO_OPTIONS, *optimizer.defaults}
+    assert set(optimizer.state_dict()["param_groups"][0]) == {*NO_OPTIONS, *optimizer.defaults, *SAVED}
 
 
 def test_every_option_has_an_oracle() -> None:
     """What the fuzzer knows of options is written apart from their checks; it must know all of them."""
     assert set(GROUP_OPTIONS) == {option.name for option in group_options()}
-    assert set(OPTIMIZER_OPTIONS) == {name for option in optimizer_options() for name in (option.name, *option.aliases)}
+    assert set(OPTIMIZER_OPTIONS) == {option.name for option in optimizer_options()}
 
 
 def test_help() -> None:
@@ -139,15 +137,10 @@ def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "_unwarned", set(arguments._MISLEADING))
 
 
-def test_older_names_warn_once_of_what_they_mean() -> None:
-    assert set(arguments._MISLEADING) == {alias for option in ALIASED for alias in option.aliases}
+def test_names_that_mislead_warn_once_of_what_they_mean() -> None:
     for name, value, text in (
-        ("warmup_step", 500, r"warmup_step=500 .*waves.* does not warm up the lr\. Its clear name is waves_ahead"),
-        (
-            "use_distributed_muon",
-            True,
-            "use_distributed_muon=True .*slow reference path.* clear name is reference_path",
-        ),
+        ("warmup_step", 500, r"warmup_step=500 .*waves.* does not warm up the lr\.$"),
+        ("use_distributed_muon", True, "use_distributed_muon=True .*slow reference path.* distributed without it"),
     ):
         with pytest.warns(OptionNameWarning, match=text) as caught:
             muon(make_params((3, 4)), **{name: value})
@@ -158,9 +151,8 @@ def test_older_names_warn_once_of_what_they_mean() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_defaults_by_older_names_and_clear_names_warn_of_nothing() -> None:
+def test_their_defaults_warn_of_nothing() -> None:
     muon(make_params((3, 4)), warmup_step=5, use_distributed_muon=False, chunk_size=-1, debug=False)
-    muon(make_params((3, 4)), waves_ahead=500, reference_path=True)
 
 
 def test_the_line_of_the_user_is_shown() -> None:
@@ -187,7 +179,6 @@ def test_the_line_of_the_user_is_shown() -> None:
         ("ns_step", "did you mean ns_steps"),
         ("weight_deca", "did you mean weight_decay"),
         ("qwertyuiop", "docs/optimizer.md lists them"),
-        *((name[:-1] + letter, "") for option in ALIASED for name in option.aliases for letter in ("", "z", "es")),
     ],
 )
 @pytest.mark.parametrize("build", [Muon, DistMuon, partial(muon_for, nn.Linear(3, 4))])
@@ -196,7 +187,6 @@ def test_what_is_no_option(build: Any, name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}=True is not an option of Muon.*{hint}") as refused:
         build(*args, **{name: True})
     assert isinstance(refused.value, TypeError)  # as Python's own
-    assert not re.search(r"mean.*(warmup_step|use_distributed_muon)", str(refused.value))
 
 
 def test_torch_s_names_of_adamw_s_options() -> None:
@@ -223,44 +213,12 @@ def test_torch_s_names_that_contradict_ours(name: str, one: Any, other: Any) -> 
         Muon([{**adamw, **wrong}])
 
 
-@pytest.mark.parametrize("option", ALIASED, ids=lambda option: option.name)
-def test_both_names_mean_the_same(option: Option) -> None:
-    value = not option.default if isinstance(option.default, bool) else option.default - 2
-    for name in (option.name, *option.aliases):
-        optimizer = muon(make_params((3, 4)), **{name: value})
-        found = {"waves_ahead": optimizer._plan_options.in_flight - 1, "reference_path": optimizer._reference}
-        assert found[option.name] == value
-    muon(make_params((3, 4)), **dict.fromkeys((option.name, *option.aliases), value))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(
-            ({"waves_ahead": first, "warmup_step": 3}, f"waves_ahead={first} and warmup_step=3 are two names")
-            for first in (2, 5, 7)
-        ),
-        (
-            {"reference_path": False, "use_distributed_muon": True},
-            "reference_path=False and use_distributed_muon=True are two names",
-        ),
-    ],
-)
-def test_names_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        muon(make_params((3, 4)), **options)
-    if "reference_path" in options:
-        with pytest.raises(ConfigError, match="has no meaning for DistMuon"):
-            DistMuon(make_params((3, 4)), **options)
-
-
 def test_errors_show_the_name_that_was_written() -> None:
-    for name in ("waves_ahead", "warmup_step"):
-        with pytest.raises(ConfigError, match=f"^{name}=-1 must be at least 0"):
-            muon(make_params((3, 4)), **{name: -1})
+    with pytest.raises(ConfigError, match=r"^warmup_step=-1 must be at least 0"):
+        muon(make_params((3, 4)), warmup_step=-1)
 
 
-@pytest.mark.parametrize("name", [name for option in optimizer_options() for name in (option.name, *option.aliases)])
+@pytest.mark.parametrize("name", [option.name for option in optimizer_options()])
 def test_optimizer_options_in_a_group(name: str) -> None:
     with pytest.raises(ConfigError, match=f"group 0: {name} holds for the whole optimizer"):
         Muon([group(make_params((3, 4)), **{name: None})])

@@ -129,11 +129,11 @@ def test_fused_projections_warn(name: str) -> None:
         Muon([named(name, 12, 4)])
 
 
-@pytest.mark.parametrize("expert_dims", ["out_in", "in_out"])
-def test_fused_experts_warn(expert_dims: str) -> None:
+@pytest.mark.parametrize("dims", ["out_in", "in_out"])
+def test_fused_experts_warn(dims: str) -> None:
     """They hold several matrices in any case; whether each is a fused one is another question."""
-    options: dict[str, Any] = {"expert_keys": ["experts"], "expert_dims": expert_dims}
     name = "layers.0.experts.gate_up_proj"
+    options: dict[str, Any] = {"expert_keys": ["experts"], "matrices": {name: {"dims": dims}}}
     with pytest.warns(
         RoutingWarning, match=f"{name} looks like several projections fused.*each of its experts as one matrix"
     ):

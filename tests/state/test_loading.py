@@ -8,6 +8,7 @@ import copy
 import random
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshmuon import MeshmuonError, Muon, StateError
+from meshmuon import MeshmuonError, Muon, OrthogonalizeError, StateError
 from tests.support.reference import LR, assert_same_bits
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
@@ -501,6 +502,8 @@ def spoil(state_dict: dict[str, Any], rng: random.Random) -> Any:
         except Exception:  # an earlier change has left nothing to look into
             return state_dict
         change = rng.random()
+        if isinstance(container, Tensor):  # an earlier change has put it there
+            continue
         if change < 0.75:
             container[key] = rng.choice(VALUES)()
         elif change < 0.9:
@@ -547,7 +550,8 @@ def test_wrong_states_are_refused_whole(part: int) -> None:
             assert same_picture(before, picture(optimizer)), f"state {number} was refused after it was written"
         else:
             optimizer.state_dict()
-            train(model, optimizer, range(1))
+            with suppress(OrthogonalizeError):  # of a scheme that is a function, which need not be able to
+                train(model, optimizer, range(1))
             optimizer.load_state_dict(copy.deepcopy(good))
     assert refused > 50
 

@@ -178,7 +178,7 @@ def build(case: Case, params: Sequence[nn.Parameter], kind: type[Muon] = Muon, *
             group = {"params": [params[k] for k in chosen], "names": [names[k] for k in chosen], "use_muon": use_muon}
             if use_muon:
                 group |= {"split": lambda name, shape: splits[name]} if any(splits.values()) else {}
-                group |= {"expert_dims": "in_out"} if flipped else {}
+                group |= {"matrices": {names[k]: {"dims": "in_out"} for k in chosen}} if flipped else {}
             groups.append(group)
     defaults = {"adjust_lr_fn": "original", "weight_decay": 0.0} if case.averages else {}
     options = {"expert_keys": ["experts"], **defaults, **case.options, **options}
@@ -187,7 +187,6 @@ def build(case: Case, params: Sequence[nn.Parameter], kind: type[Muon] = Muon, *
 
 
 COUNTERS = ("step", "rounding_counter")  # state that every rank has whole
-SCALES = "momentum_scale"
 States = list[dict[str, Tensor]]
 
 
@@ -215,11 +214,7 @@ def run(
     if isinstance(optimizer, DistMuon):
         optimizer.consolidate()
     optimizer.turn_off_cpu_offload()
-    # Scales of momentum in int8 may be replicated where their parameter is cut: they stay what they are.
-    states = [
-        {key: value if key == SCALES else local(value) for key, value in optimizer.state.get(param, {}).items()}
-        for param in params
-    ]
+    states = [{key: local(value) for key, value in optimizer.state.get(param, {}).items()} for param in params]
     return [local(param) for param in params], states, optimizer
 
 
@@ -321,18 +316,7 @@ def check_shards(
                 assert key in COUNTERS or not state[key].any(), f"{key} of parameter {k}"
             else:
                 cut = whole[key] if key in COUNTERS else place(case, meshes, k, whole[key])
-                if key == SCALES:
-                    cut = placed_like(whole[key], state[key])
                 same(local(state[key]), local(cut), f"{key} of parameter {k}")
-
-
-def placed_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Torch itself cuts a whole tensor as the scales of momentum in int8 are cut."""
-    return (
-        distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-        if isinstance(like, DTensor)
-        else whole
-    )
 
 
 def check_missing(case: Case, mesh: DeviceMesh, without_gradient: dict[tuple[int, int], set[int]]) -> None:

@@ -55,7 +55,6 @@ SPECS = {
     "ruled": Spec((9, 7), "rule"),
     "narrow": Spec((6, 8), "float32 momentum", dtype=HALF),
     "rough": Spec((8, 4), "bfloat16 momentum"),
-    "coarse": Spec((7, 150), "int8 momentum", plane=(R, S1)),  # two blocks; two or more ranks cut the first
     "narrow_bias": Spec((9,), "adamw", dtype=HALF, plane=(S0, R)),
 }
 GROUPS: dict[str, dict[str, Any]] = {
@@ -67,7 +66,6 @@ GROUPS: dict[str, dict[str, Any]] = {
         "scheme": [(3.0, -3.2, 1.3), (1.9, -1.3, 0.4)],
         "ns_steps": 2,
     },
-    "int8 momentum": {"use_muon": True, "momentum_dtype": torch.int8},
     "rule": {"use_muon": True, "rule": "normuon"},
     "adamw": {"use_muon": False, "lr": torch.tensor(0.002), "rounding": "stochastic"},
 }

@@ -17,7 +17,6 @@ def parameters(tensors: Mapping[str, Tensor], *, split: Any = None, **group: Any
         "expert_keys": (),
         "conv": None,
         "split": split,
-        "expert_dims": "out_in",
         "matrices": None,
         "use_muon": True,
         **group,

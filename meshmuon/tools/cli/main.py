@@ -18,6 +18,7 @@ from typing import Any
 
 import meshmuon
 
+from ...dropped import refuse_command
 from ...errors import ConfigError
 from .output import OutputError, printing
 
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     if sys.stdout is None:
         parser.error("standard output is closed. Redirect it to a file or to /dev/null.")
+    if said := refuse_command(sys.argv[1:] if arguments is None else arguments):
+        parser.error(said)
     try:
         try:
             parsed = parser.parse_args(arguments)
@@ -179,13 +182,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     options = parser.add_argument_group("options of Muon")
     options.add_argument("--replicas", choices=("auto", "share", "repeat"), default="auto")
     options.add_argument(
-        "--comm-dtype", metavar="DTYPE", help="or two, such as bfloat16,int8 (default: bfloat16 on GPUs)"
+        "--comm-dtype", metavar="DTYPE", help="or two, such as float32,bfloat16 (default: bfloat16 on GPUs)"
     )
     options.add_argument("--param-dtype", choices=_DTYPES, default="float32", help="of the weights (default: float32)")
-    options.add_argument("--momentum-dtype", choices=(*_DTYPES, "int8"), help="default: that of the weights")
+    options.add_argument("--momentum-dtype", choices=_DTYPES, help="default: that of the weights")
     options.add_argument("--scheme", default="auto", choices=("auto", "polar_express", "keller", "zolotarev", "hybrid"))
     options.add_argument("--memory-budget", type=_amount, metavar="BYTES", help="such as 64M")
-    options.add_argument("--waves-ahead", type=int, metavar="N")
+    options.add_argument("--warmup-step", type=int, metavar="N")
     training = parser.add_argument_group("the training step around it")
     share = _within(sys.float_info.min, 1.0, "not above 0 and at most 1")
     training.add_argument(

@@ -30,7 +30,7 @@ from ..simulate.simulation import JobSharding, MuonOptions, Simulation, Workload
 from .output import is_standard_output, printing, write_output
 
 _OF_MODELS = ("model", "hf_config", "module", "mesh", "layout", "nodes", "save_model")
-_CHECKED = ("memory_budget", "waves_ahead")
+_CHECKED = ("memory_budget", "warmup_step")
 _WRITTEN = ("json", "html", "trace", "save_model", "save_rates")
 
 
@@ -175,10 +175,10 @@ def _options(arguments: argparse.Namespace) -> MuonOptions:
 
 
 def _comm_dtype(text: str | None) -> CommDtypeLike:
-    """Of ``"int8"`` or ``"bfloat16,int8"``: to the owners, and back."""
+    """Of ``"bfloat16"`` or ``"float32,bfloat16"``: to the owners, and back."""
     if text is None:
         return None
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOAT_DTYPES, torch.int8)}
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
     dtypes = tuple(known.get(name.strip()) for name in text.split(","))
     if None in dtypes or len(dtypes) > 2:
         raise ConfigError(

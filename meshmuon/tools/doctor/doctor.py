@@ -73,13 +73,6 @@ CHECKS: tuple[Check, ...] = (
     Check("distmuon", "DistMuon against one device", _LAYOUT, layouts.check_dist_muon),
     Check("bf16", "bfloat16 on the wire against one device", _LAYOUT, layouts.check_bf16_wire),
     Check(
-        "int8",
-        "int8 on the wire and in the momentum against the reference path",
-        _LAYOUT,
-        layouts.check_int8,
-        fewest_ranks=2,
-    ),
-    Check(
         "offload",
         "weights in host memory against weights on the device",
         "Train without CPUOffloadPolicy until it passes; turn_on_cpu_offload() still moves the optimizer's state to "

@@ -65,28 +65,6 @@ def check_bf16_wire(context: Context) -> Finding:
     return check_fsdp2(context, "bfloat16 on the wire", comm_dtype=torch.bfloat16)
 
 
-def check_int8(context: Context) -> Finding:
-    """Matrices in int8, on the wire and in the momentum, cut in several ways, beside a path that rounds whole matrices.
-
-    Bit for bit on any device: all of them send, and a whole matrix is rounded by the same rule.
-    """
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    axes, options = context.two_axes(), {**_EXACT_OPTIONS, "comm_dtype": torch.int8, "momentum_dtype": torch.int8}
-    # which dims the axes shard; columns are cut inside blocks of 128
-    cuts = {"rows": (0, 0), "columns": (1, 1), "both": (0, 1)}
-    whole = _seeded_params(context, dict.fromkeys(cuts, (2 * context.world + 1, 150)))
-    params = {
-        name: nn.Parameter(distribute_tensor(param.detach().clone(), context.mesh(*axes), [*map(Shard, cuts[name])]))
-        for name, param in whole.items()
-    }
-    comparison = Comparison(
-        context, params, whole, muon_on(params, **options), muon_on(whole, reference_path=True, **options)
-    )
-    comparison.exact, comparison.against = set(whole), "the reference path"
-    return comparison.run(range(_STEPS)).finding(f"rows, columns and both cut over {axes[0]} × {axes[1]}")
-
-
 def check_empty_shards(context: Context) -> Finding:
     """FSDP2 with fewer rows than ranks."""
     world, rows = context.world, max(1, context.world // 2)

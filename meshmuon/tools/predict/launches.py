@@ -18,7 +18,7 @@ from ...execute.program_builder import batch_keys
 from ...layout import ShardedMatrix
 from ...ortho import Scheme, blocks_for, pitch, polar_express, scratch_bytes
 from ...ortho.remez import Quintic
-from ...plan import BY_OWNER, NO_WAVE, BatchItem, PlanData, PlannedParam, Task, plan_batches
+from ...plan import NO_WAVE, BatchItem, PlanData, PlannedParam, Task, plan_batches
 
 _NUMBER = r"[-+.e\d]+"
 _QUINTIC = re.compile(rf"\(({_NUMBER}) ({_NUMBER}) ({_NUMBER})\)")
@@ -163,10 +163,7 @@ class _Counter:
             if task.wave != NO_WAVE:
                 owned.setdefault((task.wave, task.owner), []).append(task)
         for (_, owner), tasks in owned.items():
-            batches = self._batches(tasks, local=False)
-            total[owner].add(batches)
-            if BY_OWNER in str(self._plan.params[tasks[0].param].lane):  # to int8, what was gathered unrounded
-                total[owner].lists += batches.batches.total()
+            total[owner].add(self._batches(tasks, local=False))
         self._add_waves(total)
         self._add_rule_state(total, {owner for (_, owner), tasks in owned.items() if self._remembered(tasks)})
         for launches in total.values() if counters else ():

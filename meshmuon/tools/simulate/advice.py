@@ -129,7 +129,7 @@ def _buffers(simulation: Simulation) -> Iterator[str]:
         yield f"{text}: lower memory_budget to {bytes_text(lower)} ({lower})."
     else:
         ahead = simulation.slowest.plan.options.in_flight - 1
-        yield f"{text}: lower waves_ahead, now {ahead}, so that fewer waves are in flight."
+        yield f"{text}: lower warmup_step, now {ahead}, so that fewer waves are in flight."
 
 
 def _waiting(simulation: Simulation) -> Iterator[str]:

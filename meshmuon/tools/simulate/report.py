@@ -147,7 +147,7 @@ def _options(simulation: Simulation) -> Figures:
         param_dtype=str(options.param_dtype).removeprefix("torch."),
         scheme=str(options.scheme),
         memory_budget=stage.plan.options.budget,
-        waves_ahead=stage.plan.options.in_flight - 1,
+        warmup_step=stage.plan.options.in_flight - 1,
     )
 
 

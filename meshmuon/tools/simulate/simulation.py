@@ -15,7 +15,7 @@ from torch import Tensor
 from ...agree.local_planner import LocalPlanner, PlanSettings, Topology
 from ...device import memory_budget_for
 from ...errors import ConfigError
-from ...execute import CommDtypeLike, int8
+from ...execute import CommDtypeLike
 from ...layout import Layout, Mesh, Placement, ShardedMatrix, coordinates, length
 from ...matrices import MatrixOptions, check_matrices
 from ...ortho import Scheme, SchemeLike, resolve_scheme, scheme_for
@@ -60,7 +60,7 @@ class MuonOptions:
     ns_steps: int = 5
     memory_budget: int | None = None  # None: what a job on the machine chooses
     chunk_size: int = -1
-    waves_ahead: int = 5
+    warmup_step: int = 5
     form: str = "auto"
     param_dtype: torch.dtype = torch.float32
     momentum_dtype: torch.dtype | None = None
@@ -127,13 +127,18 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, machine: Ma
         cost_model_for(machine.device),
         options.replicas,
         options.chunk_size,
-        in_flight=options.waves_ahead + 1,
+        in_flight=options.warmup_step + 1,
         max_peers=options.max_peers,
     )
     topology = Topology.around(rank, records, None)
     topology = replace(topology, nodes=Nodes.of({rank: rank // machine.ranks_per_node for rank in topology.ranks}))
     settings = PlanSettings(
-        plan_options, options.form, "reference_path=False", options.cost_model, options.memory_budget, machine=machine
+        plan_options,
+        options.form,
+        "use_distributed_muon=False",
+        options.cost_model,
+        options.memory_budget,
+        machine=machine,
     )
     planner = LocalPlanner(tuple(records), settings, topology)
     plan = planner.plan(frozenset(range(len(records)))).plan
@@ -289,18 +294,13 @@ def _memory(stage: StagePlan, machine: Machine, options: MuonOptions, muon: Tens
     memory = {
         "parameters": held * weight,
         "gradients": held * weight,
-        "momentum": muon * (options.momentum_dtype or options.param_dtype).itemsize + _scale_bytes(options, muon),
+        "momentum": muon * (options.momentum_dtype or options.param_dtype).itemsize,
         "adamw_state": adamw * _MOMENTS * weight,
         "exchange_buffers": torch.tensor([stage.plan.buffer_bytes(rank) for rank in stage.plan.ranks]),
         "scratch": _scratch(stage, options, options.batch_budget(machine)),
         "connections": torch.tensor(peers_of_step(stage.plan)) * machine.connection_bytes,
     }
     return {**memory, "total": torch.stack(list(memory.values())).sum(0), "adamw_alone": held * weight * (2 + _MOMENTS)}
-
-
-def _scale_bytes(options: MuonOptions, muon: Tensor) -> Tensor | int:
-    """Bytes of the scales of momentum in int8, as if every row were whole blocks."""
-    return -(-muon // int8.BLOCK) * int8.SCALE_BYTES if options.momentum_dtype == torch.int8 else 0
 
 
 def _local_sizes(stage: StagePlan, *, muon: bool) -> Tensor:

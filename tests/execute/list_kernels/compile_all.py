@@ -15,35 +15,26 @@ from meshmuon.execute import triton_elements
 from tests.support.kernel_compiler import resources_of
 
 CAPABILITIES = (80, 89, 90, 100, 120)
-ALL_TRUE = ("scales", "looks_ahead", "fills", "cautious")
+ALL_TRUE = ("looks_ahead", "fills", "cautious")
 TYPES = {"table": "*i64", "tensors": "i32", "flag": "*fp32", "bits": "i32"}
-IN_INT8 = triton_elements.IN_BLOCKS + 3  # the scales are operand 3
 KERNELS: dict[str, tuple[str, dict[str, object]]] = {
     "momentum": ("momentum", {"kind_1": 0}),
-    "momentum in int8": ("momentum", {"kind_1": IN_INT8}),
-    "momentum, sent in int8": ("momentum", {"kind_1": 0, "kind_2": IN_INT8}),
-    "momentum in int8, sent in int8": ("momentum", {"kind_1": IN_INT8, "kind_2": IN_INT8 + 1}),
     "update": ("update", {"guarded": False}),
     "guarded update": ("update", {"guarded": True}),
-    "update in int8": ("update", {"guarded": True, "kind_1": IN_INT8}),
-    "copy": ("copy", {"through_int8": False}),
-    "copy into int8": ("copy", {"through_int8": False, "kind_0": IN_INT8}),
-    "copy out of int8": ("copy", {"through_int8": False, "kind_1": IN_INT8}),
-    "copy through int8": ("copy", {"through_int8": True}),
+    "copy": ("copy", {}),
     "fill": ("fill", {"kind_1": 0}),
     "nonfinite": ("nonfinite", {}),
-    "restore": ("restore", {}),
 }
 """Name of a variant → kernel, and what differs from the other constants."""
 
 
 def compile_kernel(name: str, capability: int, *, dense: bool) -> dict[str, object]:
     kernel_name, differing = KERNELS[name]
-    kernel, in_blocks = getattr(triton_elements, f"{kernel_name}_kernel"), "int8" in name
+    kernel = getattr(triton_elements, f"{kernel_name}_kernel")
     constants: dict[str, object] = {
-        "width": 31,
-        "tile_rows": 1 if dense else 8 if in_blocks else 32,
-        "tile_cols": (1024 if in_blocks else 2048) if dense else 128 if in_blocks else 64,
+        "width": 29,
+        "tile_rows": 1 if dense else 32,
+        "tile_cols": 2048 if dense else 64,
         "dense": dense,
     }
     for argument in kernel.arg_names:

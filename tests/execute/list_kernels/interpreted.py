@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshmuon.execute import elementwise, fused_elementwise, int8, rounding
-from meshmuon.execute.int8_momentum import Int8Momentum
+from meshmuon.execute import elementwise, rounding
 from meshmuon.execute.list_kernels import ListKernels
-from tests.support.happens_before.list_kernels import in_int8
 
 SPECIAL = (
     0.0,
@@ -107,136 +105,11 @@ def test_momentum_and_look_ahead_have_the_bits_of_the_twin(
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     grads, momenta, views = lists.make(dtype), lists.make(torch.float32), lists.make(wire)
     expected, wide = [buffer.clone() for buffer in momenta], [torch.empty(view.shape) for view in views]
-    gain = data.draw(st.sampled_from([1.0, 0.05]))  # where momentum is a mean, the gradient's factor
-    elementwise.fill_with_momentum(wide, grads, expected, retain, momentum, gain)
-    ListKernels().fill(views, grads, momenta, retain, momentum, gain)
+    elementwise.fill_with_momentum(wide, grads, expected, retain, momentum)
+    ListKernels().fill(views, grads, momenta, retain, momentum)
     assert all_same(momenta, expected)
     assert all_same(views, [view.to(wire) for view in wide])
     lists.rest_is_untouched()
-
-
-class InInt8:
-    """Lists of numbers in int8 whose quanta and scales begin at any byte, with the rest of the memory that they are
-    views of.
-    """
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]], firsts: Sequence[int], seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.blocks: list[int8.Int8Blocks] = []
-        self.memory: list[Tensor] = []
-        for shape, first in zip(shapes, firsts, strict=True):
-            size, scales = math.prod(shape), (*shape[:-1], int8.blocks_in(shape[-1], first))
-            memory = torch.randint(-127, 128, (size + 2 * math.prod(scales) + 2,), generator=generator).to(torch.int8)
-            in_bytes = memory[1 + size : -1].view(*scales[:-1], 2 * scales[-1])
-            in_bytes.copy_(torch.rand(scales, generator=generator).bfloat16().view(torch.int8))
-            self.blocks.append(int8.Int8Blocks(memory[1 : 1 + size].view(shape), in_bytes, first))
-            self.memory.append(memory)
-
-    def momenta(self) -> list[Int8Momentum]:
-        return [in_int8(of.quanta, of.scales.clone().view(torch.bfloat16)) for of in self.blocks]
-
-
-def in_blocks(data: st.DataObject) -> tuple[list[tuple[int, ...]], list[int], int]:
-    """Shapes that have short blocks, of one element too, and columns that begin inside of a block."""
-    shapes = data.draw(
-        st.lists(
-            st.sampled_from([(3, 1), (2, 5, 40), (4, 128), (3, 129), (2, 2, 300), (1, 1100)]), min_size=1, max_size=3
-        )
-    )
-    return shapes, [data.draw(st.sampled_from([0, 0, 100])) for _ in shapes], data.draw(st.integers(0, 99))
-
-
-def numbers_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Every second tensor begins with special numbers; none is contiguous."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(*shape[:-1], shape[-1] + 3, generator=generator)[..., : shape[-1]] for shape in shapes]
-    for tensor in tensors[1::2]:
-        tensor[(0,) * (tensor.dim() - 1)][: len(SPECIAL)] = torch.tensor(SPECIAL)[: tensor.shape[-1]]
-    return [tensor.to(dtype) for tensor in tensors]
-
-
-def same_bytes(left: InInt8, right: InInt8) -> bool:
-    return all(map(torch.equal, left.memory, right.memory))
-
-
-@slow
-@given(st.data(), st.sampled_from(FLOATS))
-def test_copies_into_int8_and_out_of_it_have_the_bits_of_the_twin(data: st.DataObject, dtype: torch.dtype) -> None:
-    """What begins or ends inside of a block has a source with the rest of it."""
-    shapes, firsts, seed = in_blocks(data)
-    ends = [(first + shape[-1]) % 128 for shape, first in zip(shapes, firsts, strict=True)]
-    behind = [data.draw(st.sampled_from([0, 27])) if 0 < end <= 101 else 0 for end in ends]
-    covered = [
-        (*shape[:-1], first + shape[-1] + rest) for shape, first, rest in zip(shapes, firsts, behind, strict=True)
-    ]
-    sources, kernels, twins = (
-        numbers_of(covered, dtype, seed),
-        InInt8(shapes, firsts, seed),
-        InInt8(shapes, firsts, seed),
-    )
-    ListKernels().copy(kernels.blocks, sources)
-    elementwise.Elementwise().copy(twins.blocks, sources)
-    assert same_bytes(kernels, twins)
-    targets, expected = numbers_of(shapes, dtype, seed), [torch.empty(shape, dtype=dtype) for shape in shapes]
-    ListKernels().copy(targets, kernels.blocks)
-    elementwise.Elementwise().copy(expected, twins.blocks)
-    assert all_same(targets, expected)
-
-
-@pytest.mark.parametrize("first", [0, 64])
-def test_blocks_that_begin_at_multiples_of_16_bytes(first: int) -> None:
-    """They may move in vectors, but not where the first block is cut."""
-    numbers, out = (
-        torch.randn(2, 128 + first, generator=torch.Generator().manual_seed(0)),
-        [torch.empty(2, 128) for _ in range(2)],
-    )
-    kernels, twin = ListKernels(), elementwise.Elementwise()
-    blocks = [int8.Int8Blocks(*(torch.zeros(2, size, dtype=torch.int8) for size in (128, 16)), first) for _ in range(2)]
-    blocks = [int8.Int8Blocks(of.quanta, of.scales[:, : 2 * int8.blocks_in(128, first)], first) for of in blocks]
-    for each, of, into in zip((kernels, twin), blocks, out, strict=True):
-        each.copy([of], [numbers])
-        each.copy([into], [of])
-    assert torch.equal(blocks[0].quanta, blocks[1].quanta)
-    assert torch.equal(blocks[0].scales, blocks[1].scales)
-    assert same(*out)
-
-
-def test_a_table_is_for_blocks_that_begin_where_these_do() -> None:
-    """The same memory, read with its second block from column 128 on, then from column 108 on."""
-    memory, kernels = InInt8([(3, 150)], [0], 0).blocks[0], ListKernels()
-    out, expected = [torch.empty(3, 150)], [torch.empty(3, 150)]
-    for first in (0, 20):
-        blocks = [int8.Int8Blocks(memory.quanta, memory.scales, first)]
-        kernels.copy(out, blocks)
-        elementwise.Elementwise().copy(expected, blocks)
-        assert all_same(out, expected)
-
-
-def test_momentum_in_int8_keeps_its_bits_in_a_step_that_is_skipped() -> None:
-    """Its blocks have no quantum of 127, so that scales found anew would differ."""
-    momentum, before = InInt8([(3, 300)], [0], 0), InInt8([(3, 300)], [0], 0)
-    for of_both in (momentum, before):
-        of_both.blocks[0].quanta.clamp_(-90, 90)
-    ListKernels().fill(None, [torch.full((3, 300), -0.0)], momentum.blocks, torch.tensor(1.0), 0.9)
-    assert same_bytes(momentum, before)
-
-
-def test_new_momentum_stays_zeros_in_a_step_that_is_skipped() -> None:
-    """Its scales are zeros, too: the quotients would be NaN."""
-    blocks = int8.Int8Blocks(torch.zeros(3, 130, dtype=torch.int8), torch.zeros(3, 4, dtype=torch.int8))
-    ListKernels().fill([view := torch.ones(3, 130)], [torch.full((3, 130), -0.0)], [blocks], torch.tensor(1.0), 0.9)
-    assert not any(tensor.any() for tensor in (blocks.quanta, blocks.scales, view))
-
-
-@slow
-@given(st.data(), st.sampled_from(FLOATS))
-def test_numbers_are_rounded_through_int8_as_by_the_twin(data: st.DataObject, dtype: torch.dtype) -> None:
-    shapes, _, seed = in_blocks(data)
-    numbers, expected = numbers_of(shapes, dtype, seed), [tensor.clone() for tensor in numbers_of(shapes, dtype, seed)]
-    ListKernels().copy(numbers, numbers, through_int8=True)
-    for tensor in expected:
-        int8.round_to_int8(tensor)
-    assert all_same(numbers, expected)
 
 
 @slow
@@ -245,9 +118,8 @@ def test_momentum_alone(data: st.DataObject, dtype: torch.dtype, retain: float |
     lists = Lists(data.draw, data.draw(st.integers(0, 99)))
     grads, momenta = lists.make(dtype), lists.make(torch.float32)
     expected = [buffer.clone() for buffer in momenta]
-    gain = data.draw(st.sampled_from([1.0, 0.05]))
-    elementwise.accumulate(expected, grads, retain, gain)
-    ListKernels().fill(None, grads, momenta, retain, 0.9, gain)
+    elementwise.accumulate(expected, grads, retain)
+    ListKernels().fill(None, grads, momenta, retain, 0.9)
     assert all_same(momenta, expected)
     lists.rest_is_untouched()
 
@@ -262,82 +134,6 @@ def test_momentum_of_16_bits_is_rounded_once_and_looked_ahead_from_as_stored(dat
     ListKernels().fill(views, grads, momenta, 0.95, 0.9)
     assert all_same(momenta, stored)
     assert all_same(views, ahead)
-
-
-@settings(max_examples=8, deadline=None)
-@given(
-    st.data(),
-    st.sampled_from(FLOATS),
-    st.sampled_from([None, torch.int8, *FLOATS]),
-    st.booleans(),
-    scalars(0.95),
-    st.sampled_from([None, 0.9]),
-)
-def test_momentum_in_int8_or_sent_in_int8_has_the_bits_of_the_twin(
-    data: st.DataObject,
-    dtype: torch.dtype,
-    wire: torch.dtype | None,
-    stored_in_int8: bool,
-    retain: float | Tensor,
-    momentum: float | None,
-) -> None:
-    """Blocks of 128 and shorter ones; zeros, what is not finite, and blocks that do not change in a step that may
-    be skipped.
-    """
-    shapes, _, seed = in_blocks(data)
-    grads = numbers_of(shapes, dtype, seed)
-    if isinstance(retain, Tensor) and data.draw(st.booleans()):
-        retain, grads = torch.tensor(1.0), [torch.full_like(grad, -0.0) for grad in grads]
-    whole = [0] * len(shapes)
-    in_kernels, in_twin, before = (InInt8(shapes, whole, seed) for _ in range(3))
-    sent, sent_by_twin = (InInt8(shapes, whole, seed) for _ in range(2))
-    buffers, expected = numbers_of(shapes, torch.float32, seed + 1), numbers_of(shapes, torch.float32, seed + 1)
-    views = None if wire is None else [torch.empty(shape, dtype=wire) for shape in shapes]
-    wide = None if wire is None else [torch.empty(shape, dtype=wire) for shape in shapes]
-    gain = data.draw(st.sampled_from([1.0, 0.05]))
-    momenta = in_twin.momenta()
-    elementwise.Elementwise().fill(
-        sent_by_twin.blocks if wire == torch.int8 else wide,
-        grads,
-        momenta if stored_in_int8 else expected,
-        retain,
-        momentum,
-        gain,
-    )
-    for of_twin, buffer in zip(in_twin.blocks, momenta, strict=True):
-        of_twin.scales.copy_(buffer.scales.view(torch.int8))
-    ListKernels().fill(
-        sent.blocks if wire == torch.int8 else views,
-        grads,
-        in_kernels.blocks if stored_in_int8 else buffers,
-        retain,
-        momentum,
-        gain,
-    )
-    assert same_bytes(in_kernels, in_twin)
-    assert same_bytes(sent, sent_by_twin)
-    assert all_same(buffers, expected)
-    assert wire in (None, torch.int8) or all_same(views or [], wide or [])
-    if isinstance(retain, Tensor) and retain == 1:
-        assert same_bytes(in_kernels, before)
-
-
-@slow
-@given(st.data(), st.sampled_from(FLOATS))
-def test_scales_are_restored_where_updates_are_not_finite(data: st.DataObject, dtype: torch.dtype) -> None:
-    lists = Lists(data.draw, data.draw(st.integers(0, 99)))
-    targets, before, updates = lists.make(torch.bfloat16), lists.make(torch.bfloat16), lists.make(dtype)
-    expected = [torch.where(u.isfinite(), now, old) for now, old, u in zip(targets, before, updates, strict=True)]
-    ListKernels().restore(targets, before, updates)
-    assert all_same(targets, expected)
-    lists.rest_is_untouched()
-
-
-def test_scales_are_restored_where_the_scales_of_updates_are_nan() -> None:
-    scales = torch.tensor([[math.nan, 1.0], [int8.MOST_SCALE, 1.0], [1.0, 1.0], [math.nan, 1.0]]).bfloat16()
-    targets, before = torch.zeros(4, 3).bfloat16(), torch.ones(4, 3).bfloat16()
-    ListKernels().restore([targets], [before], [scales.view(torch.int8)[:, 1:2].expand(4, 3)])
-    assert targets[:, 0].tolist() == [1, 0, 0, 1]
 
 
 @slow
@@ -380,61 +176,9 @@ def test_weights_have_the_bits_of_the_twin(
     lists.rest_is_untouched()
 
 
-@slow
-@given(st.data(), st.sampled_from(FLOATS), scalars(0.03), st.booleans(), st.booleans(), st.booleans())
-def test_weights_have_the_bits_of_the_twin_with_updates_in_int8(
-    data: st.DataObject, dtype: torch.dtype, rate: float | Tensor, cautious: bool, stochastic: bool, guarded: bool
-) -> None:
-    """Also where the columns begin inside of a block, and where a block is NaN."""
-    shapes, firsts, seed = in_blocks(data)
-    updates = InInt8(shapes, firsts, seed)
-    updates.blocks[0].scales.view(-1)[:2] = torch.tensor([math.nan]).bfloat16().view(torch.int8)
-    params, expected = numbers_of(shapes, dtype, seed), numbers_of(shapes, dtype, seed)
-    momenta, restored, before = (numbers_of(shapes, torch.float32, seed + k) for k in (1, 1, 2))
-    counters = None
-    if stochastic and dtype == torch.bfloat16:
-        counters = [(torch.tensor([7 - 3 * k, 3 + k]), elements_of(param)) for k, param in enumerate(params)]
-    kept, twin_kept = ((momenta, before), elementwise.OldMomenta(restored, before)) if guarded else (None, None)
-    twin = elementwise.Elementwise()
-    twin.apply(expected, updates.blocks, 0.998, rate, cautious=cautious, counters=counters, old_momenta=twin_kept)
-    hashed = None if counters is None else [(elements.rows, elements.cols, counter) for counter, elements in counters]
-    ListKernels().apply(params, updates.blocks, 0.998, rate, cautious=cautious, counters=hashed, old_momenta=kept)
-    assert all_same(params, expected)
-    assert all_same(momenta, restored)
-
-
 def elements_of(param: Tensor) -> rounding.Elements:
     held = [((0, size),) for size in param.shape]
     return rounding.elements_held(param.shape, held, param.device).hashed()
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("guarded", [False, True])
-def test_filters_are_stepped_with_updates_in_int8(
-    dtype: torch.dtype, layout: torch.memory_format, guarded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their columns are several dims, which only some views join, and random bits are for none of them joined."""
-    monkeypatch.setattr(
-        fused_elementwise, "_is_fused", lambda numbers: numbers.dtype in FLOATS or numbers.dtype == torch.int8
-    )
-    updates, shape = InInt8([(2, 150)], [100], 0), (2, 10, 3, 5)
-    updates.blocks[0].scales[0, :2] = torch.tensor([0x7FC0], dtype=torch.int16).view(torch.int8)  # NaN
-    params, expected = ([torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)] for _ in range(2))
-    params = [param.to(memory_format=layout) for param in params]
-    counters = [(torch.tensor([7, 3]), elements_of(params[0]))] if dtype == torch.bfloat16 else None
-    momenta = [(param.float() + 1).contiguous() for param in params]
-    kept, restored = ([momentum.clone() for momentum in momenta] for _ in range(2))
-    before = [momentum * 2 for momentum in momenta]
-    scales, scales_of_twin = (torch.ones(1, 2, 2).bfloat16().unbind() for _ in range(2))
-    scales_before = [torch.full((2, 2), 3.0).bfloat16()]
-    fused, twin = fused_elementwise.FusedElementwise(torch.device("cpu")), elementwise.Elementwise()
-    for each, weights, own, now in ((fused, params, kept, scales), (twin, expected, restored, scales_of_twin)):
-        old = elementwise.OldMomenta(own, before, list(now), scales_before) if guarded else None
-        each.apply(weights, updates.blocks, 0.9, 0.1, counters=counters, old_momenta=old)
-    assert all_same(params, expected)
-    assert all_same([*kept, *scales], [*restored, *scales_of_twin])
-    assert same(*(each.numbers(updates.blocks, params, None)[0] for each in (fused, twin)))
 
 
 def test_a_rate_of_zero_changes_no_bit() -> None:

@@ -8,12 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from meshmuon.execute import elementwise, int8
-from meshmuon.execute.int8 import Int8Blocks, Numbers
-from meshmuon.execute.int8_momentum import Int8Momentum, ShardBlocks
+from meshmuon.execute import elementwise
 from meshmuon.execute.rounding import Elements
 
 from .recorder import recorder
@@ -32,34 +29,23 @@ class TwinListKernels:
 
     def fill(
         self,
-        views: Sequence[Numbers] | None,
+        views: Sequence[Tensor] | None,
         grads: Sequence[Tensor],
-        momenta: Sequence[Numbers],
+        momenta: Sequence[Tensor],
         retain: float | Tensor,
         momentum: float | None,
-        gain: float = 1.0,
     ) -> None:
         def compute() -> None:
             targets, sources, buffers = _host(views or [], grads, momenta)
             on_host = None if views is None else targets
-            in_blocks = [in_int8(b.quanta, b.scales) if isinstance(b, Int8Blocks) else b for b in buffers]
-            elementwise.Elementwise().fill(on_host, sources, in_blocks, _value(retain), momentum, gain)
+            elementwise.Elementwise().fill(on_host, sources, buffers, _value(retain), momentum)
 
-        both = _tensors(momenta)
-        self._launch([*grads, *both, retain], [*both, *_tensors(views or [])], compute)
-
-    def restore(self, targets: Sequence[Tensor], before: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
-        def compute() -> None:
-            for now, old, update in zip(*_host(targets, before, updates), strict=True):
-                stays = update & 0x7F != 0x7F if update.dtype == torch.int8 else torch.isfinite(update)
-                now.copy_(torch.where(stays, now, old))
-
-        self._launch([*targets, *before, *updates], targets, compute)
+        self._launch([*grads, *momenta, retain], [*momenta, *(views or [])], compute)
 
     def apply(
         self,
         params: Sequence[Tensor],
-        updates: Sequence[Numbers],
+        updates: Sequence[Tensor],
         decay: float | Tensor,
         rate: float | Tensor,
         *,
@@ -71,7 +57,7 @@ class TwinListKernels:
             targets, changes = _host(params, updates)
             hosts = None if counters is None else [_host(numbers)[0] for numbers in counters]
             pairs = None if hosts is None else [(counter, Elements(rows, cols)) for rows, cols, counter in hosts]
-            wide = [change if isinstance(change, Int8Blocks) else change.float().clone() for change in changes]
+            wide = [change.float().clone() for change in changes]
             momenta, old = _host(*old_momenta) if old_momenta else ([], [])
             twin, guarded = elementwise.Elementwise(), elementwise.OldMomenta(momenta, old) if old_momenta else None
             twin.apply(
@@ -80,18 +66,13 @@ class TwinListKernels:
 
         momenta, old = old_momenta or ([], [])
         numbers = [part for of_tensor in counters or () for part in of_tensor]
-        self._launch([*params, *_tensors(updates), *old, decay, rate, *numbers], [*params, *momenta], compute)
+        self._launch([*params, *updates, *old, decay, rate, *numbers], [*params, *momenta], compute)
 
-    def copy(self, targets: Sequence[Numbers], sources: Sequence[Numbers], *, through_int8: bool = False) -> None:
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         def compute() -> None:
-            written, read = _host(targets, sources)
-            if through_int8:
-                for numbers in written:
-                    int8.round_to_int8(numbers)
-            else:
-                elementwise.Elementwise().copy(written, read)
+            elementwise.Elementwise().copy(*_host(targets, sources))
 
-        self._launch(_tensors(sources), _tensors(targets), compute)
+        self._launch(sources, targets, compute)
 
     def fill_if(self, tensors: Sequence[Tensor], mask: Tensor, value: float) -> None:
         def compute() -> None:
@@ -127,24 +108,9 @@ class TwinListKernels:
         rank.launch(tensors, writes, "list kernel", compute)
 
 
-def in_int8(quanta: Tensor, scales: Tensor) -> Int8Momentum:
-    """Momentum whose columns are whole blocks in order; ``scales`` may be bytes."""
-    index = torch.arange(quanta.shape[-1]) // int8.BLOCK
-    return Int8Momentum(quanta, scales.view(torch.bfloat16), ShardBlocks(slice(None), index, 0))
-
-
 def _value(scalar: float | Tensor) -> float | Tensor:
     return _host([scalar])[0][0] if isinstance(scalar, Tensor) else scalar
 
 
-def _tensors(numbers: Sequence[Numbers]) -> list[Tensor]:
-    return [tensor for n in numbers for tensor in ((n.quanta, n.scales) if isinstance(n, Int8Blocks) else (n,))]
-
-
-def _host(*lists: Sequence[Numbers]) -> list[list[Any]]:
-    def on_host(numbers: Numbers) -> Numbers:
-        if isinstance(numbers, Int8Blocks):
-            return Int8Blocks(host_values(numbers.quanta), host_values(numbers.scales), numbers.first)
-        return host_values(numbers)
-
-    return [list(map(on_host, numbers)) for numbers in lists]
+def _host(*lists: Sequence[Tensor]) -> list[list[Any]]:
+    return [list(map(host_values, tensors)) for tensors in lists]

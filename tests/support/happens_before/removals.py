@@ -218,7 +218,6 @@ ANY_WAVES = {"cost_model": CostModel(0.0, 1.0), "kernels": "torch"}
 RULED = {"rule": "normuon", "nesterov": False}
 SCENARIOS = {
     "waves": scenario((2,), weights(5, S0), IN_TURNS | RULED),
-    "sums over weights": scenario((2,), weights(3, S0), IN_TURNS | {"rule": "hyperball"}),
     "offload": scenario((1,), (*weights(2), BIAS), events=((1, "offload"), (2, "grow"), (2, "save"))),
     "a copy of an offloaded optimizer": scenario((1,), weights(1), steps=3, events=((1, "offload"), (3, "copy"))),
     "DistMuon": scenario((2,), (*weights(3), BIAS), {"chunk_size": 1}, optimizer="DistMuon"),

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -24,7 +23,6 @@ from meshmuon.execute import list_kernels
 from meshmuon.layout import Mesh
 from meshmuon.ortho.kernels import products, triton_normalise
 from meshmuon.ortho.kernels.products import TritonProducts
-from meshmuon.params import momentum_blocks
 from meshmuon.plan import Plan, PlannedParam, PlanOptions, make_plan
 from meshmuon.torch_compat import dtensor_like, local_part
 from meshmuon.transport import collectives
@@ -80,18 +78,7 @@ def twins() -> Any:
         stack.enter_context(patch.object(TritonProducts, "quintic_factor", _quintic_factor))
         stack.enter_context(patch.object(triton_normalise, "normalise", _normalise))
         stack.enter_context(patch.object(list_kernels, "ListKernels", TwinListKernels))
-        stack.enter_context(
-            patch.object(momentum_blocks, "_momentum_blocks", _cached_by_rank(momentum_blocks._momentum_blocks))
-        )
         yield stack.enter_context(nccl_twin.installed())
-
-
-def _cached_by_rank(cached: Any) -> Any:
-    """A cache for every run of a rank: tensors of another rank, or of an earlier program, were made on streams of
-    its own.
-    """
-    own = lru_cache(maxsize=256)(lambda recorder, *key: cached.__wrapped__(*key))
-    return lambda *key: own(current_recorder(), *key)
 
 
 def _symmetric_product(

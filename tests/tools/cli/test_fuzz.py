@@ -171,7 +171,7 @@ def plan_line(rng: random.Random, files: Files) -> list[str]:
     ):
         if rng.random() < 0.04:
             words += [option, rng.choice((*_TEXTS, "auto", "repeat", "keller", "2"))]
-    for option in ("--waves-ahead", "--tokens-per-step", "--mfu"):
+    for option in ("--warmup-step", "--tokens-per-step", "--mfu"):
         if rng.random() < 0.04:
             words += [option, rng.choice(_TEXTS)]
     for option in ("--json", "--trace", "--save-model", "--save-rates"):

@@ -256,7 +256,7 @@ REFUSALS: list[tuple[str, str]] = [
             f"--memory-budget {'9' * 400}G": "is no number of at least 1",
             "--mfu 2": "'2' is not above 0 and at most 1",
             "--json /nowhere/x": "/nowhere/x cannot be written",
-            "--waves-ahead -1": "waves_ahead=-1 must be at least 0",
+            "--warmup-step -1": "warmup_step=-1 must be at least 0",
             "--tokens-per-step 0.5": "'0.5' is no number of at least 1, such as",
         }.items()
     ),

@@ -1,0 +1,79 @@
+"""What earlier versions had and this one has not, with what to write instead: the one place that knows of it.
+
+A drop adds a row here. Options are refused by the constructors, names and modules where they are imported, commands and
+their options by the command line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+
+OPTIONS: dict[str, str] = {
+    "expert_dims": 'write matrices={"layers.*.experts.w1": {"dims": "in_out"}} with the names of the experts, * for any number',
+    "reference_path": "write use_distributed_muon=True, the name that Motif's optimizer has for the reference path",
+    "waves_ahead": "write warmup_step, the name that Motif's optimizer has for it",
+}
+"""Keyword of ``Muon`` → what to write instead."""
+
+SAVED = {"expert_dims": "out_in"}
+"""Those that param groups saved → the value that loads. States still have them: torch's loader of whole states, which
+flattens
+them, refuses a key that the optimizer's own state lacks."""
+
+_AT_OWNERS = (
+    "rules that see the weight come back with Hyperball, at the owner of a matrix and in ten lines of plain torch; "
+    "until then leave it out"
+)
+
+VALUES: dict[str, str] = {
+    "comm_dtype=torch.int8": "write torch.bfloat16, which rounds less",
+    "rule=hyperball": _AT_OWNERS,
+    "rule=update_floor": _AT_OWNERS,
+    "momentum_dtype=torch.int8": "write torch.bfloat16, or call turn_on_cpu_offload()",
+}
+"""Value of an option that stays, as ``option=value`` → what to write instead."""
+
+NAMES: dict[str, str] = {
+    "Hyperball": _AT_OWNERS,
+    "UpdateFloor": _AT_OWNERS,
+    "WeightNumbers": _AT_OWNERS,
+    "TorchMuon": 'Muon([{"params": matrices, "use_muon": True}], lr=lr, scheme=[(3.4445, -4.7750, 2.0315)], '
+    'adjust_lr_fn="original") makes the same updates; convert_torch_state of meshmuon.checkpoint converts states.',
+}
+"""Public name or module below ``meshmuon``, dotted → what to use instead."""
+
+COMMANDS: dict[str, str] = {
+    "plan --waves-ahead": "write --warmup-step, as Muon's option is called",
+}
+"""Command, or ``command --option`` → what to run instead."""
+
+
+def refuse_name(name: str) -> None:
+    """Raises if ``name``, dotted and without ``meshmuon``, was dropped.
+
+    An ImportError, because ``from meshmuon import name`` replaces the text of an AttributeError.
+    """
+    if name in NAMES:
+        raise ImportError(f"meshmuon.{name} is gone: {NAMES[name]}", name=f"meshmuon.{name}")
+
+
+def refuse_command(arguments: Sequence[str]) -> str | None:
+    """What to say of a command line that uses something dropped; None for any other."""
+    for words in (arguments[:1], *([arguments[0], word.split("=")[0]] for word in arguments[1:])):
+        if (written := " ".join(words)) in COMMANDS:
+            return f"{written} is gone: {COMMANDS[written]}"
+    return None
+
+
+class _DroppedModules:
+    """The last finder that ``import`` asks: whatever gets here exists nowhere."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        refuse_name(name.removeprefix("meshmuon."))
+        return None
+
+
+sys.meta_path.append(_DroppedModules)
