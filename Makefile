@@ -36,14 +36,13 @@ test-models: export OMP_NUM_THREADS ?= 1
 test-models: $(MODELS_STAMP) ## route every architecture of transformers, timm, torchvision, diffusers (ARGS="timm --list" to select)
 	$(MODELS_VENV)/bin/python -W ignore -m tests.models.survey $(ARGS)
 
-# Trainers that pin other versions of what the tests use: they are installed without dependencies, in an environment of its own.
-TRAINERS       := tests/integrations/real
+# Ray brings more packages than all tests together: in an environment of its own.
 TRAINERS_VENV  := .venv-trainers
-TRAINERS_STAMP := $(TRAINERS_VENV)/.installed-$(shell cat pyproject.toml constraints.txt $(TRAINERS)/requirements.txt | cksum | cut -d' ' -f1)
+TRAINERS_STAMP := $(TRAINERS_VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 test-trainers: export OMP_NUM_THREADS ?= 1
-test-trainers: $(TRAINERS_STAMP) ## run axolotl, verl, NeMo Automodel and Ray Train themselves (ARGS="-k plain" to select)
-	$(TRAINERS_VENV)/bin/python -m pytest --timeout 1200 -p no:warnings $(TRAINERS)/check_*.py $(ARGS)
+test-trainers: $(TRAINERS_STAMP) ## run Ray Train itself
+	$(TRAINERS_VENV)/bin/python -m pytest --timeout 1200 -p no:warnings tests/integrations/check_ray.py $(ARGS)
 
 # Any other torch, in an environment of its own; of constraints.txt all but the torch that development uses. Its Triton may be
 # older: the interpreter of Triton 3.6 does not run with numpy 2.4. A CPU build brings no Triton: TRITON=3.6.0 says which.
@@ -133,11 +132,10 @@ $(MODELS_STAMP): pyproject.toml constraints.txt
 	$(MODELS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,models,vision]'
 	@rm -f $(MODELS_VENV)/.installed-* && touch $@
 
-$(TRAINERS_STAMP): pyproject.toml constraints.txt $(TRAINERS)/requirements.txt
+$(TRAINERS_STAMP): pyproject.toml constraints.txt
 	@test -x $(TRAINERS_VENV)/bin/python || $(PYTHON) -m venv $(TRAINERS_VENV)
 	$(TRAINERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
-	$(TRAINERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,trainers]' 'ray[train]==2.60.0'
-	$(TRAINERS_VENV)/bin/python -m pip install --quiet --no-deps --requirement $(TRAINERS)/requirements.txt
+	$(TRAINERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' 'ray[train]==2.60.0'
 	@rm -f $(TRAINERS_VENV)/.installed-* && touch $@
 
 $(STAMP): pyproject.toml constraints.txt

@@ -16,7 +16,13 @@ OPTIONS: dict[str, str] = {}
 VALUES: dict[str, str] = {}
 """Value of an option that stays, as ``option=value`` → what to write instead."""
 
-NAMES: dict[str, str] = {}
+_MUON_FOR = "write muon_for of meshmuon.integrations.factory; docs/trainers_hf.md#other-trainers has the lines"
+
+NAMES: dict[str, str] = {
+    "integrations.automodel": _MUON_FOR,
+    "integrations.axolotl": _MUON_FOR,
+    "integrations.verl": _MUON_FOR,
+}
 """Public name or module below ``meshmuon``, dotted → what to use instead."""
 
 COMMANDS: dict[str, str] = {}

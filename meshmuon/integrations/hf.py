@@ -1,4 +1,4 @@
-"""Muon for Hugging Face's Trainer, for trainers that derive from it (TRL, axolotl), and for Accelerate's loops."""
+"""Muon for Hugging Face's Trainer, for trainers that derive from it (TRL), and for Accelerate's loops."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .factory import by_own_names, muon_for
 class muon:  # noqa: N801  # read as what it does; Trainer asks for a class, makes an instance and calls it
     """The optimizer of a model, in the form that ``Trainer`` asks for.
 
-    ``Trainer`` and TRL's trainers call the instance with ``(model, **options)``, axolotl with ``(model, training_args,
-    **options)``. As in their own AdamW, biases and norms have no weight decay.
+    ``Trainer`` and TRL's trainers call the instance with ``(model, **options)``. As in their own AdamW, biases and
+    norms have no weight decay.
 
     Example::
 
