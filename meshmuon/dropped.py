@@ -18,7 +18,14 @@ VALUES: dict[str, str] = {}
 
 _MUON_FOR = "write muon_for of meshmuon.integrations.factory; docs/trainers_hf.md#other-trainers has the lines"
 
+_NO_MANIFESTS = "save and load with torch.distributed.checkpoint, and keep hashes of its files with sha256sum"
+
 NAMES: dict[str, str] = {
+    "CheckpointError": _NO_MANIFESTS,
+    "checkpoint.MANIFEST": _NO_MANIFESTS,
+    "checkpoint.Progress": _NO_MANIFESTS,
+    "checkpoint.verify": _NO_MANIFESTS,
+    "checkpoint.write_manifest": _NO_MANIFESTS,
     "integrations.automodel": _MUON_FOR,
     "integrations.axolotl": _MUON_FOR,
     "integrations.verl": _MUON_FOR,
