@@ -29,10 +29,18 @@ NAMES: dict[str, str] = {
     "integrations.automodel": _MUON_FOR,
     "integrations.axolotl": _MUON_FOR,
     "integrations.verl": _MUON_FOR,
+    "tools.predict.saved_plan": (
+        "meshmuon plan --json FILE writes the figures of a plan, and optimizer.plan() is plain data"
+    ),
+    "tools.predict.trace": "meshmuon plan --json FILE has the timeline of the slowest and of the fastest rank",
 }
 """Public name or module below ``meshmuon``, dotted → what to use instead."""
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "plan --from-json": "plan the job's model and mesh with --model, --hf-config or --module, and --mesh",
+    "plan --save-rates": "measure the machines: torchrun ... -m meshmuon doctor --save FILE",
+    "plan --trace": "--json FILE has the timeline of the slowest and of the fastest rank",
+}
 """Command, or ``command --option`` → what to run instead."""
 
 

@@ -229,7 +229,7 @@ class Muon(PreparedStep):
         self._reset()
 
     def plan(self) -> Plan:
-        """The plan of the last step: ``print(optimizer.plan().describe())``, or ``.to_json()`` for tools.
+        """The plan of the last step: ``print(optimizer.plan().describe())``.
 
         The first step makes it, when gradients and layouts are known, or ``prepare()`` for all parameters that train.
         """

@@ -164,9 +164,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--hf-config", type=Path, metavar="FILE", help="the config.json of any model of transformers")
     model.add_argument("--module", metavar="MODULE:FUNCTION", help="a function that builds a torch.nn.Module")
-    model.add_argument(
-        "--from-json", type=Path, metavar="FILE", help="a plan that a job wrote: optimizer.plan().to_json()"
-    )
     cluster = parser.add_argument_group("the cluster")
     cluster.add_argument(
         "--mesh", action="append", default=[], metavar="AXES", help='such as "dp_replicate=2,dp_shard=32,tp=8"'
@@ -203,11 +200,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     output.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page for a browser")
-    output.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     output.add_argument("--save-model", type=Path, metavar="FILE", help="write the model as a file for --model")
-    output.add_argument(
-        "--save-rates", type=Path, metavar="FILE", help="write the machine's rates, for Muon(cost_model=FILE)"
-    )
     output.add_argument("--list", action="store_true", help="list models and machines and end")
 
 
