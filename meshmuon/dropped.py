@@ -38,6 +38,7 @@ NAMES: dict[str, str] = {
 
 COMMANDS: dict[str, str] = {
     "plan --from-json": "plan the job's model and mesh with --model, --hf-config or --module, and --mesh",
+    "plan --html": "the text has the figures on one screen, and --json FILE all of them",
     "plan --save-rates": "measure the machines: torchrun ... -m meshmuon doctor --save FILE",
     "plan --trace": "--json FILE has the timeline of the slowest and of the fastest rank",
 }

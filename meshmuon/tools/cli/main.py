@@ -199,7 +199,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--compare", action="store_true", help="other options side by side, and other meshes if there are any"
     )
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    output.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page for a browser")
     output.add_argument("--save-model", type=Path, metavar="FILE", help="write the model as a file for --model")
     output.add_argument("--list", action="store_true", help="list models and machines and end")
 

@@ -21,14 +21,14 @@ from ..simulate.advice import advice_for, advice_from_choices, compare_meshes, c
 from ..simulate.description import ModelDescription, load_model
 from ..simulate.inputs import load_machine, preset_names
 from ..simulate.modules import build_from_hf_config, build_module
-from ..simulate.render import print_report, render_page, require_plotly
+from ..simulate.render import print_report
 from ..simulate.report import Figures, build_report
 from ..simulate.sharding import FileSharding, MeshAxes, Sharding
 from ..simulate.simulation import MuonOptions, Simulation, Workload
 from .output import is_standard_output, printing, write_output
 
 _CHECKED = ("memory_budget", "waves_ahead")
-_WRITTEN = ("json", "html", "save_model")
+_WRITTEN = ("json", "save_model")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,8 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{' and '.join(to_output)} are all for standard output. Keep one - and name files for the others."
         )
-    if arguments.html is not None:
-        require_plotly()  # before anything is planned or written
     inputs = _inputs(arguments)
     if inputs is None:
         return 0
@@ -52,12 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         model, shardings[0], machine, options, Workload(arguments.tokens_per_step, arguments.mfu)
     )
     report = _report(simulation, shardings[1:], compare=arguments.compare)
-    for path, write in (
-        (arguments.html, lambda file: file.write(render_page(report))),
-        (arguments.json, lambda file: print(json.dumps(report), file=file)),
-    ):
-        if path is not None:
-            write_output(path, write)
+    if arguments.json is not None:
+        write_output(arguments.json, lambda file: print(json.dumps(report), file=file))
     if not to_output:
         with printing():
             print_report(report)

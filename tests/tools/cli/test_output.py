@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -42,10 +41,6 @@ def test_every_file_may_be_standard_output(
         ("--save-model", "params"),
     ):
         assert json.loads(plan(capsys, *arguments, option, "-"))[key]
-    if importlib.util.find_spec("plotly") is not None:
-        text = plan(capsys, *arguments, "--html", "-")
-        assert text.startswith("<!")
-        assert text.endswith("</html>\n")
     assert list(tmp_path.iterdir()) == []
     message = refusal(capsys, *arguments, "--json", "-", "--save-model", "-")
     assert "--json and --save-model are all for standard output" in message
