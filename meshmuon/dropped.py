@@ -41,6 +41,7 @@ COMMANDS: dict[str, str] = {
     "plan --html": "the text has the figures on one screen, and --json FILE all of them",
     "plan --save-rates": "measure the machines: torchrun ... -m meshmuon doctor --save FILE",
     "plan --trace": "--json FILE has the timeline of the slowest and of the fastest rank",
+    "sweep": "put your training into examples/sweep.py, and run that",
 }
 """Command, or ``command --option`` → what to run instead."""
 

@@ -36,12 +36,6 @@ _DOCTOR = (
     "ranks: torchrun --nproc-per-node 8 -m meshmuon doctor, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, "
     "MASTER_ADDR and MASTER_PORT. The exit code is 1 if a check fails."
 )
-_SWEEP = (
-    "Finds the learning rate of Muon for your own model: runs your training with AdamW and with Muon at several "
-    "learning rates, and prints a table. TRAIN is a function train(make_optimizer, seed) that builds the model, calls "
-    "make_optimizer(model), yields the loss of every step and may return a validation loss: meshmuon sweep "
-    "my_training:train --lr 1e-3."
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,30 +96,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_plan(
         commands.add_parser("plan", help="see what a step costs on a cluster that is not there", description=_PLAN)
     )
-    _add_sweep(commands.add_parser("sweep", help="find the learning rate for your own model", description=_SWEEP))
     return parser
-
-
-def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    lr = _within(sys.float_info.min, 100.0, "no learning rate above 0 and at most 100")
-    parser.add_argument("train", metavar="TRAIN", help="the function, as package.module:function")
-    parser.add_argument("--lr", type=lr, default=1e-3, help="the lr that AdamW has today (default: 0.001)")
-    parser.add_argument(
-        "--lrs",
-        type=lr,
-        nargs="+",
-        metavar="LR",
-        help="of Muon (default: 1, 2, 4, 8 times --lr; more while an end is best)",
-    )
-    parser.add_argument("--adamw-lrs", type=lr, nargs="+", metavar="LR", help="of AdamW (default: --lr)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one run for each (default: 0)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/sweep"),
-        metavar="DIR",
-        help="folder of the results (default: runs/sweep)",
-    )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
