@@ -35,7 +35,6 @@ from common import COLOURS, ROOT, Goal, Report
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 sys.path.insert(0, str(ROOT / "examples"))
-from demo.health import draw_health
 from train_gpt import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -219,9 +218,6 @@ def show(results: Record, report: Report) -> None:
     report.table("digests after the stretch on other ranks", ("contender", "run", "weights", "optimizer"), digest)
     for name, seconds in results["seconds_per_step"].items():
         report.note(f"{TITLES[name]}: {seconds:.2f} s per step on an idle machine, lr {runs[name]['lr']:g}")
-    if "muon" in runs:
-        report.folder.mkdir(parents=True, exist_ok=True)
-        draw_health(report.folder / "longer_run_health.png", runs["muon"]["health"])
 
 
 def goals_of(results: Record, options: argparse.Namespace) -> list[Goal]:

@@ -5,7 +5,7 @@ order, over two processes that share model and batch by FSDP2 (--nproc for anoth
 defaults it takes a little over four minutes on two CPU cores and writes a folder runs/<time>/ with
 
   loss.png    validation loss over steps and over time
-  health.png  meshmuon's health: updates, singular values, seconds
+  health.png  meshmuon's health: updates, gradients, singular values
   log.json    every figure of the runs, the options, the machine
   report.md   the comparison in one page
 

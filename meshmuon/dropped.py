@@ -19,6 +19,8 @@ VALUES: dict[str, str] = {}
 _MUON_FOR = "write muon_for of meshmuon.integrations.factory; docs/trainers_hf.md#other-trainers has the lines"
 
 _NO_MANIFESTS = "save and load with torch.distributed.checkpoint, and keep hashes of its files with sha256sum"
+_NO_ALARMS = "optimizer.metrics() is a dict of numbers: compare them in your loop; docs/metrics.md says what is healthy"
+_NO_WRITERS = "give meshmuon.metrics.flat(optimizer.metrics()) to any logger; docs/metrics.md#loggers"
 
 NAMES: dict[str, str] = {
     "CheckpointError": _NO_MANIFESTS,
@@ -27,6 +29,9 @@ NAMES: dict[str, str] = {
     "checkpoint.verify": _NO_MANIFESTS,
     "checkpoint.write_manifest": _NO_MANIFESTS,
     "integrations.automodel": _MUON_FOR,
+    **dict.fromkeys(("metrics.Alarm", "metrics.Health", "metrics.Limits"), _NO_ALARMS),
+    **dict.fromkeys((f"metrics.{name}Writer" for name in ("", "Csv", "Jsonl", "TensorBoard")), _NO_WRITERS),
+    "metrics.Metrics": "write metrics=10 to measure every 10th step; nothing else is to be set",
     "integrations.axolotl": _MUON_FOR,
     "integrations.verl": _MUON_FOR,
     "tools.predict.saved_plan": (

@@ -231,7 +231,7 @@ def markdown(setting: Setting, results: Sequence[RunResult], outcome: Findings, 
     parts.append(_runs_table(results))
     measured = next((result for result in results if result.health), None)
     if measured is not None:
-        parts.append(section(measured.title, measured.health, measured.alarms, drawn=drawn))
+        parts.append(section(measured.title, measured.health, drawn=drawn))
     parts.append(_setting_section(setting))
     for result in results:
         if result.routing is not None:
