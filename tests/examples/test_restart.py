@@ -61,8 +61,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    # Before torch 2.13 a launcher that becomes the first one when others are lost fails, unless it shares no store.
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more}
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **more}
 
 
 def together(count: int, *arguments: str) -> tuple[list[int], str]:
