@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,6 @@ from common import COLOURS, ROOT, Goal, Report
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 sys.path.insert(0, str(ROOT / "examples"))
-from demo.health import draw_health
 from train_gpt import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -100,9 +99,9 @@ class Contender:
         )
         flags = ["--steps", str(self.options.steps), "--microbatches", "2", "--checkpoint-dir", str(folder)]
         flags += ["--checkpoint-every", str(every), "--stop-after", str(until)]
-        begin = datetime.now(timezone.utc)
+        begin = datetime.now(UTC)
         self.demo(lr, processes, flags, self.work / "runs")
-        times = {"begin": f"{begin:%H:%M:%S}", "end": f"{datetime.now(timezone.utc):%H:%M:%S}"}
+        times = {"begin": f"{begin:%H:%M:%S}", "end": f"{datetime.now(UTC):%H:%M:%S}"}
         with self.log.open("a") as file:
             file.write(json.dumps({"run": which, "processes": processes, "until": until, **times}) + "\n")
 
@@ -122,7 +121,7 @@ class Contender:
             str(processes),
         ]
         with (self.options.work / f"{self.name}.log").open("a") as words:
-            words.write(f"{datetime.now(timezone.utc):%F %T} {' '.join((*command, *flags))}\n")
+            words.write(f"{datetime.now(UTC):%F %T} {' '.join((*command, *flags))}\n")
             words.flush()
             whole = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *command, *flags, "--out", str(out)]
             code = subprocess.run(whole, stdout=words, stderr=words, check=False).returncode
@@ -219,9 +218,6 @@ def show(results: Record, report: Report) -> None:
     report.table("digests after the stretch on other ranks", ("contender", "run", "weights", "optimizer"), digest)
     for name, seconds in results["seconds_per_step"].items():
         report.note(f"{TITLES[name]}: {seconds:.2f} s per step on an idle machine, lr {runs[name]['lr']:g}")
-    if "muon" in runs:
-        report.folder.mkdir(parents=True, exist_ok=True)
-        draw_health(report.folder / "longer_run_health.png", runs["muon"]["health"])
 
 
 def goals_of(results: Record, options: argparse.Namespace) -> list[Goal]:

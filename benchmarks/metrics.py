@@ -12,7 +12,7 @@ training, the share is smaller.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from common import COLOURS, Goal, Quartiles, Report, Step, race, ratio
 from torch import nn
 
 from meshmuon import Muon
-from meshmuon.metrics import Metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,26 +51,22 @@ class Model:
 
 MODELS = (Model(256, 4), Model(512, 2), Model(1024, 1))
 QUICK = (Model(32, 1),)
-KINDS: Mapping[str, Metrics | None] = {
-    "no metrics": None,
-    "metrics": Metrics(every=1),
-    "without the spectra of weights": Metrics(every=1, weight_spectra=False),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one model: the time of a measured step over that of one that is not, by kind of metrics."""
+    """Of one model: the time of a measured step over that of one that is not."""
 
     model: str
-    ratios: dict[str, Quartiles]
+    ratio: Quartiles
 
-    def added(self, kind: str) -> float:
+    @property
+    def added(self) -> float:
         """What every 10th step adds to the mean step."""
-        return (self.ratios[kind].median - 1) / EVERY
+        return (self.ratio.median - 1) / EVERY
 
 
-def optimizer_of(model: Model, metrics: Metrics | None) -> Muon:
+def optimizer_of(model: Model, metrics: int | None) -> Muon:
     generator = torch.Generator().manual_seed(0)
     matrices = [nn.Parameter(torch.randn(shape, generator=generator) / shape[1] ** 0.5) for shape in model.shapes]
     gains = [nn.Parameter(torch.ones(shape[0])) for shape in model.shapes]
@@ -82,20 +77,15 @@ def optimizer_of(model: Model, metrics: Metrics | None) -> Muon:
 
 
 def measure(model: Model, rounds: int, seconds: float) -> Result:
-    optimizers = {name: optimizer_of(model, metrics) for name, metrics in KINDS.items()}
-    samples = race(
-        {name: Step(optimizer.step) for name, optimizer in optimizers.items()}, rounds, warmups=2, seconds=seconds
-    )
-    plain = samples["no metrics"].clock
-    return Result(str(model), {name: ratio(samples[name].clock, plain) for name in KINDS if name != "no metrics"})
+    optimizers = {every: optimizer_of(model, every) for every in (None, 1)}
+    steps = {"measured" if every else "plain": Step(optimizer.step) for every, optimizer in optimizers.items()}
+    samples = race(steps, rounds, warmups=2, seconds=seconds)
+    return Result(str(model), ratio(samples["measured"].clock, samples["plain"].clock))
 
 
 def draw(figure: Figure, results: Sequence[Result]) -> None:
     axis = figure.subplots()
-    kinds = list(results[0].ratios)
-    for k, (kind, colour) in enumerate(zip(kinds, (COLOURS["ours"], COLOURS["others"]), strict=True)):
-        places = [index + 0.35 * (k - 0.5) for index in range(len(results))]
-        axis.bar(places, [100 * result.added(kind) for result in results], width=0.33, color=colour, label=kind)
+    axis.bar(range(len(results)), [100 * result.added for result in results], width=0.5, color=COLOURS["ours"])
     axis.axhline(100 * MOST, color=COLOURS["line"], linestyle="--", linewidth=1, label="goal")
     axis.set_xticks(range(len(results)), [result.model for result in results])
     axis.set(ylabel="% of an optimizer step", title=f"What metrics add if every {EVERY}th step measures")
@@ -110,25 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models = QUICK if options.quick else MODELS
     rounds = options.rounds or (2 if options.quick else 15)
     results = [measure(model, rounds, 60.0) for model in report.each(models, str)]
-    rows = [
-        [
-            result.model,
-            *(text for kind in result.ratios for text in (result.ratios[kind].text(), f"{result.added(kind):.2%}")),
-        ]
-        for result in results
-    ]
-    columns = [
-        "model",
-        *(text for kind in results[0].ratios for text in (f"{kind}: measured step ÷ other step", "every 10th adds")),
-    ]
-    report.table("Cost of metrics, optimizer step alone", columns, rows)
-    goals = [
-        Goal(f"every {EVERY}th step adds to a step of {one.model}", one.added("metrics"), most=MOST) for one in results
-    ]
-    content: list[dict[str, Any]] = [
-        {"model": result.model, "ratios": {kind: asdict(value) for kind, value in result.ratios.items()}}
-        for result in results
-    ]
+    rows = [(result.model, result.ratio.text(), f"{result.added:.2%}") for result in results]
+    report.table(
+        "Cost of metrics, optimizer step alone", ("model", "measured step ÷ other step", "every 10th adds"), rows
+    )
+    goals = [Goal(f"every {EVERY}th step adds to a step of {one.model}", one.added, most=MOST) for one in results]
+    content: list[dict[str, Any]] = [{"model": result.model, "ratio": asdict(result.ratio)} for result in results]
     report.finish(content, goals, lambda figure: draw(figure, results), (7, 4))
 
 

@@ -5,9 +5,8 @@ order, over two processes that share model and batch by FSDP2 (--nproc for anoth
 defaults it takes a little over four minutes on two CPU cores and writes a folder runs/<time>/ with
 
   loss.png    validation loss over steps and over time
-  health.png  meshmuon's health: updates, singular values, seconds
+  health.png  meshmuon's health: updates, gradients, singular values
   log.json    every figure of the runs, the options, the machine
-  plan.html   the page of meshmuon plan for this run: predicted beside measured
   report.md   the comparison in one page
 
 Ctrl-C stops early and still writes the report of what was done. With --checkpoint-every the same command, given
@@ -33,7 +32,6 @@ from demo import options
 from demo.checkpoints import FOLDER, CheckpointError, Checkpoints, opened, unfinished_run
 from demo.model import build_model
 from demo.optimizers import CONTENDERS
-from demo.plan_page import measured_rates
 from demo.processes import Runtime, from_first, joined
 from demo.progress import QuietProgress, show_progress
 from demo.report import Setting, new_folder, write_report
@@ -98,12 +96,6 @@ def places(args: argparse.Namespace, setting: Setting, stack: ExitStack) -> tupl
     return folder or new_folder(args.out), replace(checkpoints, stop_after=args.stop_after)
 
 
-def with_rates(args: argparse.Namespace, setting: Setting, runtime: Runtime) -> Setting:
-    """With the rates of this machine if the report has a page of the plan; every process takes part."""
-    has_page = args.plot and options.contenders(args)[0] != "adamw"
-    return replace(setting, rates=measured_rates(setting, runtime)) if has_page else setting
-
-
 def train_all(
     names: Sequence[str], setting: Setting, runtime: Runtime, checkpoints: Checkpoints | None, results: list[RunResult]
 ) -> Exception | KeyboardInterrupt | None:
@@ -157,7 +149,6 @@ def follow(arguments: Sequence[str] | None) -> int:
     args = options.parsed(parser(), arguments)
     setting, runtime = prepare(args)
     with joined(runtime, follow, arguments):
-        with_rates(args, setting, runtime)
         train_all(options.contenders(args), setting, runtime, None, [])
     return 0
 
@@ -179,7 +170,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stop: Exception | KeyboardInterrupt | None
         try:
             with joined(runtime, follow, arguments):
-                setting = with_rates(args, setting, runtime)
                 stop = train_all(options.contenders(args), setting, runtime, checkpoints, results)
         except (KeyboardInterrupt, ChildProcessError) as error:
             stop = error

@@ -11,7 +11,6 @@ from .dropped import refuse_name
 if TYPE_CHECKING:
     from .clipping.grad_norm import clip_grad_norm_, total_grad_norm
     from .errors import (
-        CheckpointError,
         ConfigError,
         GradientError,
         InactiveWarning,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckpointError",
     "ConfigError",
     "CostModel",
     "DistMuon",

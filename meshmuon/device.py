@@ -294,37 +294,6 @@ def transfers_for(device: torch.device) -> Transfers:
     return CudaTransfers(device) if device.type == "cuda" else Transfers()
 
 
-class Stopwatch:
-    """Measures how long work takes on its device."""
-
-    def now(self) -> Mark:
-        """Marks the end of the work on the current stream so far, as a point in time."""
-        return time.perf_counter()
-
-    def seconds(self, begin: Mark, end: Mark) -> float | None:
-        """Seconds between two points; None as long as the device has not reached ``end``. It does not wait."""
-        return float(end - begin)
-
-
-class CudaStopwatch(Stopwatch):
-    """Timed events in the current stream; the device writes down the time when it reaches them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, begin: Mark, end: Mark) -> float | None:
-        return float(begin.elapsed_time(end)) / 1000 if begin.query() and end.query() else None
-
-
-def stopwatch_for(device: torch.device) -> Stopwatch:
-    return CudaStopwatch(device) if device.type == "cuda" else Stopwatch()
-
-
 def work_device(param: Tensor) -> torch.device:
     """Where the matrices of a parameter travel and are orthogonalised: where it is, or on the device of its mesh.
 

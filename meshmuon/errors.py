@@ -37,12 +37,6 @@ class StateError(MeshmuonError, ValueError):
     """State does not fit this optimizer, or differs between ranks. Raised before anything is overwritten."""
 
 
-class CheckpointError(StateError):
-    """The files of a checkpoint are not those that were saved: missing, truncated or changed, or there is no
-    manifest.
-    """
-
-
 class TransportError(MeshmuonError, RuntimeError):
     """Communication between ranks failed. The text names the phase; after any phase but the agreement, the step is
     half done.

@@ -42,24 +42,12 @@ _R = TypeVar("_R")
 # ----------------------------------------------------------------------------------------------------------------
 # versions
 
-OLDEST, NEWEST = "2.11.0", "2.15.0"
+OLDEST, NEWEST = "2.13.0", "2.15.0"
 """The oldest and newest tested versions, as in README (docs/proofs.md has the list). ``pyproject.toml`` has the
 oldest.
 """
 
 _warned = False
-
-
-def settle_fake_tensors() -> None:
-    """Enters torch's mode of fake tensors once, in the calling thread, which must live as long as the process.
-
-    DTensors ask it for shapes. CUDA builds of torch 2.11 on a machine without a GPU crash if it is first entered in a
-    thread that ends, and later in another one.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        pass
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -354,8 +342,7 @@ class FSDP2Weights:
 
     A forward pass saves these, not the shards. If FSDP2 frees them afterwards, the backward pass gathers them again,
     from shards that a step may have changed meanwhile. FSDP2 hides that change from autograd. Only FSDP2's own lists
-    lead from a shard to its unsharded weight: ``FSDPState._fsdp_param_group`` in 2.11, ``_fsdp_param_groups`` in 2.13
-    and later.
+    lead from a shard to its unsharded weight: ``FSDPState._fsdp_param_groups``.
     """
 
     def __init__(self, shards: Iterable[Tensor]) -> None:
@@ -370,12 +357,8 @@ class FSDP2Weights:
         # other threads may add modules; this list is atomic
         for reference in list(getattr(states, "data", states).values()):
             state: Any = reference() if isinstance(reference, weakref.ref) else reference
-            fsdp_groups = getattr(state, "_fsdp_param_groups", None)
-            if fsdp_groups is None:
-                fsdp_groups = [getattr(state, "_fsdp_param_group", None)]
-            for fsdp_group in fsdp_groups:
-                fsdp_params = [] if fsdp_group is None else fsdp_group.fsdp_params
-                pairs = [(param.sharded_param, weakref.ref(param)) for param in fsdp_params]
+            for fsdp_group in getattr(state, "_fsdp_param_groups", ()):  # other composable modules have none
+                pairs = [(param.sharded_param, weakref.ref(param)) for param in fsdp_group.fsdp_params]
                 self._fsdp_params += [(shard, reference) for shard, reference in pairs if shard in shard_set]
 
     def gathered_again(self, shards: Iterable[Tensor]) -> list[Tensor]:

@@ -19,8 +19,6 @@ import torch
 import meshmuon
 
 NEEDS = {  # modules that need more than torch, each with what it needs; nothing imports them unless that is there
-    "meshmuon.integrations.automodel": "nemo_automodel",
-    "meshmuon.integrations.axolotl": "axolotl",
     "meshmuon.integrations.hf": "transformers",
     "meshmuon.integrations.lightning": "lightning",
     "meshmuon.integrations.torchtitan": "torchtitan",

@@ -23,7 +23,6 @@ TOOLS = (
     "tools/predict",
     "tools/migrate",
     "tools/foreign_state",
-    "tools/checkpoint",
     "tools/__init__",
 )
 CORE = (

@@ -66,9 +66,9 @@ def test_this_version_is_in_the_range(recwarn: pytest.WarningsRecorder, monkeypa
 @pytest.mark.parametrize(
     ("version", "tested"),
     [
-        ("2.10.0", False),
+        ("2.12.1", False),
         ("2.9.1+cu128", False),
-        ("2.11.0", True),
+        ("2.13.0", True),
         ("2.15.3", True),
         ("2.16.0.dev2027", False),
         ("3.0.0", False),
@@ -657,24 +657,6 @@ def test_learning_rate_rules_are_those_of_torch(ours: str, theirs: str | None, s
     if theirs == "spectral_unclamped" and torch_compat._release(torch.__version__) < (2, 14):
         pytest.skip("torch ≤ 2.13 has no such rule")
     assert lr_factor(ours, *shape) == pytest.approx(_adjust_lr(1.0, theirs, torch.Size(shape)), rel=1e-12)
-
-
-def test_fake_tensors_are_entered_in_threads_one_after_another() -> None:
-    """In a process of its own: where torch is at fault, it crashes."""
-    text = (
-        "import threading\n"
-        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
-        "from meshmuon.torch_compat import settle_fake_tensors\n"
-        "settle_fake_tensors()\n"
-        "def enter():\n"
-        # a thread that ends inside of it aborts now and then, whatever was done before
-        "    with FakeTensorMode(): pass\n"
-        "for _ in range(5):\n"
-        "    thread = threading.Thread(target=enter)\n"
-        "    thread.start()\n"
-        "    thread.join()\n"
-    )
-    assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("kind", ["TCPStore", "FileStore", "HashStore", "PrefixStore"])

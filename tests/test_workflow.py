@@ -61,4 +61,4 @@ def test_nothing_may_be_written() -> None:
 def test_all_supported_versions_are_run() -> None:
     torches = {*re.findall(r'torch: "([\d.]+)"', TEXT), development_torch()}
     assert {torch_compat.OLDEST, torch_compat.NEWEST} <= torches
-    assert {"3.10", "3.11", "3.12", "3.13"} <= set(re.findall(r'"(3\.\d+)"', TEXT))
+    assert {"3.11", "3.12", "3.13"} <= set(re.findall(r'"(3\.\d+)"', TEXT))

@@ -55,7 +55,7 @@ highlight_language = "default"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_mock_imports = ["accelerate", "axolotl", "lightning", "nemo_automodel", "torchtitan", "transformers"]
+autodoc_mock_imports = ["accelerate", "lightning", "torchtitan", "transformers"]
 autodoc_default_options = {"members": True, "undoc-members": True}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -40,8 +40,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from demo.processes import Runtime, from_first
 from demo.train import EvalPoint, ResumePoint, Run, RunResult
-from meshmuon.checkpoint import verify, write_manifest
-from meshmuon.errors import CheckpointError as DamagedError
 
 FORMAT = 1
 KEPT = 2  # of each contender: the newest, and the one to fall back to
@@ -134,7 +132,6 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 def _complete(unfinished: Path, path: Path, result: RunResult) -> None:
     _write_json(unfinished / RESULT_FILE, asdict(result))
-    write_manifest(unfinished)
     unfinished.rename(path)
     _sync(path.parent)
     for old in _by_age(path.parent)[:-KEPT]:
@@ -157,9 +154,8 @@ def _by_age(folder: Path) -> list[Path]:
 def _newest(folder: Path) -> SavedRun | None:
     for path in reversed(_by_age(folder)):
         try:
-            verify(path)
             return SavedRun(path, _read_result(path))
-        except (OSError, ValueError, KeyError, TypeError, DamagedError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             _pass_over(path, error)
     return None
 

@@ -1,4 +1,4 @@
-"""What a demo run leaves in its folder: plots, log.json, plan.html and report.md."""
+"""What a demo run leaves in its folder: plots, log.json and report.md."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from demo.figures import drawing
 from demo.health import PICTURE, draw_health, section
 from demo.model import ModelConfig
 from demo.optimizers import CONTENDERS, OptimizerConfig
-from demo.plan_page import FILE as PLAN_PAGE
-from demo.plan_page import write_plan_page
 from demo.train import RunResult, TrainConfig
-from meshmuon.plan.calibration import Calibration
 
 _SCHEDULES = {"linear": "linear decay", "cosine": "cosine decay", "constant": "no decay"}
 BITS_PER_NAT = 1.4426950408889634
@@ -42,7 +39,6 @@ class Setting:
     device: torch.device
     processes: int
     parameters: int
-    rates: Calibration | None = None  # of this machine, for the page of the plan
 
     @property
     def options(self) -> dict[str, dict[str, Any]]:
@@ -114,18 +110,9 @@ def write_report(folder: Path, setting: Setting, results: Sequence[RunResult], *
     measured = next((result for result in results if result.health), None)
     if drawn and measured is not None:
         draw_health(folder / PICTURE, measured.health)
-    page = markdown(setting, results, outcome, drawn=drawn)
-    if plot and results:
-        page += "\n" + _plan_section(folder, setting, results[0])
-    (folder / "report.md").write_text(page, encoding="utf-8")
+    (folder / "report.md").write_text(markdown(setting, results, outcome, drawn=drawn), encoding="utf-8")
     point_latest(folder)
     return outcome.headline
-
-
-def _plan_section(folder: Path, setting: Setting, result: RunResult) -> str:
-    missing = write_plan_page(folder, setting, result) if result.name != "adamw" else "AdamW alone has none"
-    text = f"[{PLAN_PAGE}]({PLAN_PAGE}): predicted beside measured" if missing is None else f"No page: {missing}"
-    return f"## The page of the {result.title} run's plan\n\n{text.rstrip('.')}.\n"
 
 
 def findings(setting: Setting, results: Sequence[RunResult]) -> Findings:
@@ -244,7 +231,7 @@ def markdown(setting: Setting, results: Sequence[RunResult], outcome: Findings, 
     parts.append(_runs_table(results))
     measured = next((result for result in results if result.health), None)
     if measured is not None:
-        parts.append(section(measured.title, measured.health, measured.alarms, drawn=drawn))
+        parts.append(section(measured.title, measured.health, drawn=drawn))
     parts.append(_setting_section(setting))
     for result in results:
         if result.routing is not None:

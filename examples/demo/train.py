@@ -69,8 +69,7 @@ class RunResult:
     """What one run left behind. Times are in seconds; one entry per step in the lists.
 
     `largest_logit` is the largest of all layers, heads and sequences in a step's forward, that is, before its update;
-    it is empty in runs that do not watch logits. `health` and `alarms` are what `HealthLog` writes down; empty for
-    AdamW.
+    it is empty in runs that do not watch logits. `health` is what `HealthLog` writes down; empty for AdamW.
     """
 
     name: str
@@ -86,7 +85,6 @@ class RunResult:
     resumed: list[ResumePoint] = field(default_factory=list)
     largest_logit: list[float] = field(default_factory=list)
     health: list[dict[str, Any]] = field(default_factory=list)
-    alarms: list[str] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -152,7 +150,7 @@ class Run:
     def health(self) -> HealthLog:
         """Writes measurements into `result`, also into one that was read from a checkpoint."""
         if self._health is None:
-            self._health = HealthLog(self.optimizer, self.result.health, self.result.alarms)
+            self._health = HealthLog(self.optimizer, self.result.health)
         return self._health
 
     def train(self, progress: Progress, after_step: Callable[[Run], None] | None = None) -> RunResult:

@@ -77,13 +77,13 @@ class _Wave:
             CopyPairs(views, [shard.of(step.params[shard.part_index].grad) for shard in not_owned]).run(step)
             gather = self.gather.start(step, "gather")
         yield
-        with observer.phase("gather", waits=True):
+        with observer.phase("gather"):
             gather.wait()
         for batch in self.owned_batches:
             batch.run(step)
         scatter = self.scatter.start(step, "scatter")
         yield
-        with observer.phase("scatter", waits=True):
+        with observer.phase("scatter"):
             scatter.wait()
         with observer.phase("update"):
             CopyPairs([shard.of(step.params[shard.part_index].param) for shard in not_owned], views).run(step)

@@ -205,7 +205,6 @@ class OrthoBatch:
             self._prepared.run_showing(partial(observer.gram, self.matrices))
         else:
             self._prepared.run()
-        observer.orthogonalised(self.matrices, self.stacked)
 
     def _seen_by_rules(self) -> list[tuple[Tensor, Iterator[Tensor]]]:
         """Batches (batch, outputs, inputs) with the memories of the rules that remember: one of all matrices, or

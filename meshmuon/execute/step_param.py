@@ -130,17 +130,14 @@ class Observer:
     """Watches a step while an executor runs it. This one measures nothing; it names the phases for the profiler.
 
     An executor calls it on every rank, and on the main stream except for ``phase``, which is entered on the stream
-    whose work it surrounds. For each batch of whole matrices the order is ``momentum``, ``gram``, ``orthogonalised``,
-    ``update``. The tensors are the executor's own, valid during the call only; they must not be changed. What belongs
-    to idle parameters has no meaning.
+    whose work it surrounds. For each batch of whole matrices the order is ``momentum``, ``gram``, ``update``. The
+    tensors are the executor's own, valid during the call only; they must not be changed. What belongs to idle
+    parameters has no meaning.
     """
 
-    def phase(self, name: str, *, waits: bool = False) -> AbstractContextManager[Any]:
-        """Surrounds a phase of the step; with ``waits``, one that only waits for an exchange of that phase."""
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        """Surrounds a phase of the step."""
         return profiler_range(f"meshmuon::{name}")
-
-    def sends(self, buffer: Tensor) -> None:
-        """``buffer`` is about to be sent to other ranks."""
 
     def gradients(self, matrices: Sequence[MatrixKey], averages: Sequence[Tensor]) -> None:
         """Gradients that were averaged at their owner; only where ranks have different gradients of the same
@@ -156,9 +153,6 @@ class Observer:
 
         A is transposed where it has more rows than columns.
         """
-
-    def orthogonalised(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
-        """The same after orthogonalisation, before the update rule changes it."""
 
     def update(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
         """The update, which is multiplied by the learning rate and subtracted from the weights."""

@@ -75,7 +75,7 @@ class Wave:
             gather = self.gather.start(step, "gather")
         step.free_gradients(self.frees)
         yield
-        with streams.on_side_stream(step.ready) if self.beside else nullcontext(), observer.phase("gather", waits=True):
+        with streams.on_side_stream(step.ready) if self.beside else nullcontext(), observer.phase("gather"):
             # An exchange runs after what its stream was given before it, so that the main stream waits for the side
             # stream, too.
             gather.wait()
@@ -89,7 +89,7 @@ class Wave:
             scatter = self.scatter.start(step, "scatter")
         yield
         with streams.on_side_stream(step.ready):  # which it has already seen: ``scatter.wait`` adds the rest
-            with observer.phase("scatter", waits=True):
+            with observer.phase("scatter"):
                 scatter.wait()  # here the side stream waits for the main one
                 if self.stage is not None and not step.only_compiles:
                     self.stage.to_host()
@@ -176,7 +176,6 @@ class Hop:
     def start(self, step: RunningStep, phase: str) -> Pending:
         assert step.exchange is not None
         self.before.run(step)
-        step.observer.sends(self.sent)
         return step.exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
 
 

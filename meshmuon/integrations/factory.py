@@ -5,7 +5,7 @@ trainers use.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,34 +15,43 @@ from ..optim import Muon
 from ..params import arguments
 from ..params.checks import shown
 from ..routing.param_groups import ModelNames, get_default_muon_param_groups
+from ..torch_compat import module_behind
 
 _ROUTING_OPTIONS = tuple(inspect.signature(get_default_muon_param_groups).parameters)[1:]
 
 
-def muon_for(model: nn.Module, *, keys: Callable[[str], Mapping[str, Any]] | None = None, **options: Any) -> Muon:
+def muon_for(
+    model: nn.Module | Iterator[nn.Parameter], *, keys: Callable[[str], Mapping[str, Any]] | None = None, **options: Any
+) -> Muon:
     """Builds the optimizer of a model in one call: default param groups, then ``Muon``.
 
     It is for trainers that would call ``optimizer_class(model.parameters(), lr=..., weight_decay=...)``: parameters
     without names do not say which of them are embeddings, heads and norms.
 
     Args:
-        model: the model as it will be trained. Shard it first, unless the trainer exchanges the parameters of the
-            optimizer, as Accelerate does.
+        model: the model as it will be trained, or torch's ``model.parameters()`` as it was returned, for configurations
+            that only name a function. Shard it first, unless the trainer exchanges the parameters of the optimizer, as
+            Accelerate does.
         keys: ``name -> dict``: further keys of the param group that the parameter goes to, such as ``{"lr": 1e-4}`` or
             ``{"weight_decay": 0.0}``. Parameters of one default group with equal keys share a group.
         options: options of ``get_default_muon_param_groups`` and of ``Muon``. ``betas`` and ``eps`` are AdamW's, as
             trainers call them.
     """
     options = by_own_names(options)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; it must be the torch.nn.Module that will be trained.")
+    module = module_behind(model)
+    if module is None:
+        raise ConfigError(
+            f"model is a {type(model).__name__}, which does not say which module it is from, or may be only a part of "
+            "its parameters; muon_for needs the torch.nn.Module that will be trained, or the result of torch's own "
+            "module.parameters() before it is read. To train a part, call requires_grad_(False) on the rest."
+        )
     if not (keys is None or callable(keys)):
         raise ConfigError(f"keys={shown(keys)} must be a function of a parameter's name that returns a dict of keys.")
     groups = get_default_muon_param_groups(
-        model, **{name: options.pop(name) for name in _ROUTING_OPTIONS if name in options}
+        module, **{name: options.pop(name) for name in _ROUTING_OPTIONS if name in options}
     )
     if keys is not None:
-        groups = _split_by_keys(groups, keys, model)
+        groups = _split_by_keys(groups, keys, module)
     return Muon(groups, **options)
 
 

@@ -1,4 +1,4 @@
-"""Muon for Hugging Face's Trainer, for trainers that derive from it (TRL, axolotl), and for Accelerate's loops."""
+"""Muon for Hugging Face's Trainer, for trainers that derive from it (TRL), and for Accelerate's loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations.deepspeed import deepspeed_config
 
 from ..errors import ConfigError, UnsupportedError
-from ..metrics import Health, flat
+from ..metrics import flat
 from ..optim import Muon
 from ..params.checks import shown
 from .factory import by_own_names, muon_for
@@ -18,8 +18,8 @@ from .factory import by_own_names, muon_for
 class muon:  # noqa: N801  # read as what it does; Trainer asks for a class, makes an instance and calls it
     """The optimizer of a model, in the form that ``Trainer`` asks for.
 
-    ``Trainer`` and TRL's trainers call the instance with ``(model, **options)``, axolotl with ``(model, training_args,
-    **options)``. As in their own AdamW, biases and norms have no weight decay.
+    ``Trainer`` and TRL's trainers call the instance with ``(model, **options)``. As in their own AdamW, biases and
+    norms have no weight decay.
 
     Example::
 
@@ -76,17 +76,13 @@ class PrepareMuon(TrainerCallback):
 class MuonMetrics(PrepareMuon):
     """Adds the measurements of an optimizer that was built with ``metrics=`` to the logs of a ``Trainer``.
 
-    They reach everything that ``report_to`` names, under the names of ``meshmuon.metrics.flat``. Alarms are printed on
-    the main process. Measure as often as the Trainer logs, or more rarely: ``metrics=args.logging_steps``. It does what
-    ``PrepareMuon`` does as well.
+    They reach everything that ``report_to`` names, under the names of ``meshmuon.metrics.flat``. Measure as often as
+    the Trainer logs, or more rarely: ``metrics=args.logging_steps``. It does what ``PrepareMuon`` does as well.
 
     Example::
 
         Trainer(model, args, callbacks=[MuonMetrics()], optimizer_cls_and_kwargs=(muon, {"lr": 1e-3, "metrics": 10}))
     """
-
-    def __init__(self) -> None:
-        self._health = Health()
 
     def on_log(
         self,
@@ -101,14 +97,10 @@ class MuonMetrics(PrepareMuon):
         muon = getattr(optimizer, "optimizer", optimizer)
         if logs is None or not isinstance(muon, Muon) or not muon.measures:
             return
-        measured = muon.metrics()
-        numbers = flat(measured)
+        numbers = flat(muon.metrics())
         logs.update(numbers)
         if state.log_history:
             state.log_history[-1].update(numbers)
-        if state.is_world_process_zero:
-            for alarm in self._health.check(measured):
-                print(f"meshmuon: {alarm}", flush=True)
 
 
 def _options_in(args: TrainingArguments | None) -> dict[str, Any]:

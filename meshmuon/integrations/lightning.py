@@ -13,12 +13,12 @@ from lightning.fabric import Fabric, is_wrapped
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.ddp import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
-from ..metrics import Health, flat
+from ..metrics import flat
 from ..optim import Muon
 from ..params.checks import shown
 from .factory import muon_for
@@ -62,8 +62,7 @@ class MuonMonitor(Callback):
 
     The metrics are ``muon/lr``, ``muon/lr_adamw`` (with a number behind them for further groups) and
     ``muon/skipped_steps``. They belong to the step that is about to be made. An optimizer that was built with
-    ``metrics=`` adds its last measurement, by the names of ``meshmuon.metrics.flat``; alarms about it are warned of on
-    rank 0.
+    ``metrics=`` adds its last measurement, by the names of ``meshmuon.metrics.flat``.
 
     Args:
         every_n_steps: how often to log; by default as often as the trainer logs (``log_every_n_steps``). Counting
@@ -75,7 +74,6 @@ class MuonMonitor(Callback):
         if every_n_steps is not None and (not whole or every_n_steps < 1):
             raise ConfigError(f"every_n_steps={every_n_steps!r} must be a whole number (int) of at least 1, or None.")
         self._every_n_steps = every_n_steps
-        self._health = Health()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the routing table on rank 0."""
@@ -102,10 +100,7 @@ class MuonMonitor(Callback):
             return
         metrics = metrics_of(optimizer)
         if optimizer.measures:
-            measured = optimizer.metrics()
-            metrics = {**flat(measured), **metrics}
-            for alarm in self._health.check(measured):
-                rank_zero_warn(str(alarm))
+            metrics = {**flat(optimizer.metrics()), **metrics}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 

@@ -1,8 +1,13 @@
 """Health of a run: what measured steps show. ``Muon(metrics=10)`` measures, ``optimizer.metrics()`` returns it."""
 
-from ..params.metrics_option import Metrics
-from .alarms import Alarm, Health, Limits
-from .report import flat
-from .writers import CsvWriter, JsonlWriter, TensorBoardWriter, Writer
+from typing import Any
 
-__all__ = ["Alarm", "CsvWriter", "Health", "JsonlWriter", "Limits", "Metrics", "TensorBoardWriter", "Writer", "flat"]
+from ..dropped import refuse_name
+from .report import flat
+
+__all__ = ["flat"]
+
+
+def __getattr__(name: str) -> Any:
+    refuse_name(f"metrics.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

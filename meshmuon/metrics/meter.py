@@ -11,38 +11,34 @@ import torch
 from torch import Tensor
 
 from ..agree.step_decision import StepDecision
-from ..device import Transfers, copy_to, is_staged, known_to_host, transfers_for
+from ..device import Transfers, is_staged, known_to_host, transfers_for
 from ..errors import ConfigError, UnsupportedError
 from ..execute import StepParam
 from ..layout import Layout
-from ..params.metrics_option import Metrics
 from ..params.param_record import ParamRecord
 from ..torch_compat import local_part
-from .numbers import DTYPE, PHASES, Column, Numbers
+from .numbers import DTYPE, Column, Numbers
 from .recorder import StepRecorder
 from .report import Measurement, report
 from .spectra import squares
 
 
 class Meter:
-    """Measures every k-th step of an optimizer; one without ``options`` measures nothing.
+    """Measures every k-th step of an optimizer; nothing where ``every`` is None.
 
     At every step the optimizer calls ``begin_step``. It calls ``prepare`` when the plan is new and, if ``is_due``,
     ``begin`` before the executor runs and ``finish`` after it. All ranks measure the same steps.
 
-    With ``by_owners`` the owners of matrices see them whole; without, all ranks of their meshes do. ``clip_threshold``
-    is that of QK-clip.
+    With ``by_owners`` the owners of matrices see them whole; without, all ranks of their meshes do.
     """
 
-    def __init__(self, options: Metrics | None, *, by_owners: bool, clip_threshold: float) -> None:
-        self.options, self._clip_threshold = options, clip_threshold
-        self._by_owners = by_owners
+    def __init__(self, every: int | None, *, by_owners: bool) -> None:
+        self._every, self._by_owners = every, by_owners
         self._numbers: Numbers | None = None
         self._steps = 0
         self._pending: list[Measurement] = []  # those whose numbers are on their way to the host
         self._latest: dict[str, Any] = {}
         self._transfers: Transfers | None = None
-        self._seconds_before: dict[str, float] | None = None  # of the last measured step whose device was done
 
     def begin_step(self) -> None:
         """Counts a call of ``step()``."""
@@ -50,11 +46,11 @@ class Meter:
 
     def is_due(self, agreed_steps: int) -> bool:
         """Whether this step is measured; ``agreed_steps`` is the same on all ranks."""
-        return self.options is not None and self._numbers is not None and agreed_steps % self.options.every == 0
+        return self._every is not None and self._numbers is not None and agreed_steps % self._every == 0
 
     def refusal(self, params: Sequence[ParamRecord]) -> Exception | None:
         """Why these parameters cannot be measured; None if they can, or if nothing is measured."""
-        if self.options is None or not params:
+        if self._every is None or not params:
             return None
         device = params[0].param.device
         for named in params:
@@ -75,19 +71,14 @@ class Meter:
     def prepare(
         self, decision: StepDecision, params: Sequence[ParamRecord], layouts: Sequence[tuple[Layout, ...]]
     ) -> None:
-        """Makes room for the numbers of a plan. The vectors of the weights start over.
-
-        All ranks call it at the same steps, also those whose own plan is as it was.
-        """
-        if self.options is None or not params:  # nothing is measured, or all is frozen
+        """Makes room for the numbers of a plan."""
+        if self._every is None or not params:  # nothing is measured, or all is frozen
             self._numbers = None
             return
         if self._numbers is None or self._numbers.plan is not decision.plan:
             with torch.inference_mode(False), torch.no_grad():
-                self._numbers = Numbers(decision, params, layouts, self.options, by_owners=self._by_owners)
+                self._numbers = Numbers(decision, params, layouts, by_owners=self._by_owners)
             self._transfers = self._transfers or transfers_for(params[0].param.device)
-        elif self._numbers.vectors is not None:
-            self._numbers.vectors.restart()
 
     def discard(self) -> None:
         """Gives up what was made for a plan; what was measured stays."""
@@ -101,9 +92,8 @@ class Meter:
         numbers = self._numbers
         assert numbers is not None
         recorder = StepRecorder(numbers)
-        weights: dict[int, Tensor] = {}
         with torch.inference_mode(False), torch.no_grad(), recorder.phase("metrics"):
-            numbers.packed.zero_()
+            numbers.table.zero_()
             with recorder.failure:
                 weights = {k: local.cut(local_part(step_params[k].param)) for k, local in numbers.local.items()}
                 of_weights = {k: squares(weight) for k, weight in weights.items()}
@@ -116,8 +106,6 @@ class Meter:
                 if weights:
                     both = torch.stack([torch.cat(of_gradients), torch.cat([*of_weights.values()])], dim=1)
                     numbers.write(numbers.local_rows, Column.GRADIENT, both)
-            if numbers.vectors is not None:
-                numbers.vectors.begin(weights, decision.exchange, recorder.failure)
         return recorder
 
     def finish(
@@ -128,12 +116,9 @@ class Meter:
         *,
         skipped: int | Tensor,
         skip_mask: Tensor | None,
-        logits: Mapping[Any, Tensor],
     ) -> Exception | None:
-        """Reduces the numbers over the ranks and sends them to the host, which need not wait. Returns this rank's first
-        error.
-
-        ``logits`` has, by layer, the largest logit of each head; it is empty without QK-clip.
+        """Reduces the numbers over the ranks and sends them to the host, which need not wait. Returns this rank's
+        first error.
         """
         numbers = self._numbers
         assert numbers is not None
@@ -144,41 +129,23 @@ class Meter:
         }
         known = {name: float(value) for name, value in scalars.items() if name not in on_device}
         with recorder.phase("metrics"), torch.inference_mode(False), torch.no_grad():
-            self._write_seconds(recorder, numbers.seconds[numbers.ranks.index(decision.rank)])
             if decision.exchange is not None:
                 decision.exchange.add_up(numbers.reduced)
             with recorder.failure:
-                numbers.finish_vectors()
-                told = {"table": numbers.table, "seconds": numbers.seconds, **on_device}
-                told |= {f"logits {layer}": copy_to(value, numbers.packed.device) for layer, value in logits.items()}
-                in_host_memory, stored = self._send(told)
+                in_host_memory, stored = self._send({"table": numbers.table, **on_device})
                 measurement = Measurement(
                     step=self._steps,
                     numbers=numbers,
                     told={**known, **in_host_memory},
-                    threshold=self._clip_threshold,
                     idle=frozenset(decision.idle),
-                    half_iterations=0 if numbers.vectors is None else numbers.vectors.half_iterations,
                     groups=tuple(groups),
-                    recorder=recorder,
+                    adamw_stepped=recorder.adamw_stepped,
                     stored=stored,
                 )
                 # At most two if they are never read: one that has arrived on the host, and one that the device still
                 # computes.
                 self._pending = [*self._pending[-1:], measurement]
         return recorder.failure.take()
-
-    def _write_seconds(self, recorder: StepRecorder, places: Tensor) -> None:
-        """Tells the other ranks the seconds of this one: of this step or, where the device is not done with it, of
-        an earlier.
-        """
-        known = (
-            one.seconds() for one in (recorder, *(measurement.recorder for measurement in reversed(self._pending)))
-        )
-        seconds = next((one for one in known if one is not None), self._seconds_before)
-        if seconds is not None:
-            for place, name in zip(places, PHASES, strict=True):
-                place.fill_(seconds[name])
 
     def _send(self, told: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         """Starts copying tensors to the host. Returns where they will be, and the mark of their arrival."""
@@ -195,14 +162,13 @@ class Meter:
         """The latest measurement that the host knows; with ``wait``, the latest that was begun. Empty before the
         first.
         """
-        if self.options is None:
+        if self._every is None:
             raise ConfigError("this optimizer measures nothing: build it with metrics=10, to measure every 10th step.")
         if self._transfers is not None and self._pending and wait:
             self._transfers.settle()
         for k in reversed(range(len(self._pending))):
             measurement = self._pending[k]
             if wait or (self._transfers is not None and self._transfers.done(measurement.stored)):
-                self._seconds_before = measurement.recorder.seconds() or self._seconds_before
                 self._latest = report(measurement)
                 del self._pending[: k + 1]
                 break

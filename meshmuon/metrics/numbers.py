@@ -1,24 +1,12 @@
-"""The numbers of a measured step: a table with a row for each matrix and each parameter of AdamW, in one flat tensor.
+"""The numbers of a measured step: a table with a row for each matrix and each parameter of AdamW.
 
-All ranks add up a stretch of that tensor in a single reduction:
-
-=================  =====================================================================================  =======
-part               content                                                                                reduced
-=================  =====================================================================================  =======
-private vectors    a vector per matrix, of the length of its longer side, of weights that only this rank  no
-                   knows
-shared vectors     the same of weights that several ranks know                                            yes
-seconds            one number per rank and phase                                                          yes
-shared rows        rows of the table                                                                      yes
-private rows       rows of what only this rank knows                                                      no
-nowhere            one more row, where ranks write what another rank reports                              no
-=================  =====================================================================================  =======
+First come rows of what several ranks know, which all ranks add up in a single reduction; then those of what only this
+rank knows; then one more, where ranks write what another rank reports.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,16 +18,12 @@ from ..agree.step_decision import StepDecision
 from ..execute import MatrixKey
 from ..layout import Layout
 from ..matrices import MatrixSet, with_stars, without_wrappers
-from ..params.metrics_option import Metrics
 from ..params.param_record import ParamRecord
 from ..plan import NO_WAVE, Plan
-from .spectra import probes
-from .weights import LocalMatrices, WeightVectors, counts_here
+from .spectra import ITERATIONS, start_vector
+from .weights import LocalMatrices, counts_here
 
 DTYPE = torch.float32
-
-PHASES = ("momentum", "gather", "orthogonalise", "scatter", "update", "wait", "adamw", "metrics")
-"""What the seconds of a step are divided into."""
 
 
 class Column(IntEnum):
@@ -49,9 +33,7 @@ class Column(IntEnum):
     WEIGHT = 1  # before the step
     UPDATE = 2  # before it is multiplied by the learning rate
     MOMENTUM = 3
-    WEIGHT_SIGMA = 4  # largest singular value of the weight; written after the reduction
-    DEFECTS = 5  # two columns: what ``spectra.defects`` returns
-    LANCZOS = 7  # the rest: the coefficients of the Lanczos iteration on the momentum
+    LANCZOS = 4  # the rest: the coefficients of the Lanczos iteration on the momentum
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +98,6 @@ class Numbers:
         decision: what all ranks have agreed to do.
         params: all parameters of the optimizer.
         layouts: theirs.
-        options: how closely steps are measured.
         by_owners: whether the owners of matrices see them whole; otherwise all ranks of their meshes do.
     """
 
@@ -125,16 +106,14 @@ class Numbers:
         decision: StepDecision,
         params: Sequence[ParamRecord],
         layouts: Sequence[tuple[Layout, ...]],
-        options: Metrics,
         *,
         by_owners: bool,
     ) -> None:
         self.plan, rank, self._device = decision.plan, decision.rank, params[0].param.device
-        self.ranks = (rank,) if decision.exchange is None else tuple(decision.exchange.ranks)
         self.measured = tuple(_measured(decision, params, layouts))
         self._reported = _reported(self.plan, rank, by_owners=by_owners)
         self._made: dict[tuple[object, ...], Tensor] = {}
-        self._lay_out(options)
+        self._lay_out()
         of_params = {k: LocalMatrices.of(planned, rank, self._device) for k, planned in enumerate(self.plan.params)}
         # Index of a parameter of the plan → what this rank counts of it, and the rows of all of these.
         self.local = {k: matrices for k, matrices in of_params.items() if matrices is not None}
@@ -143,43 +122,15 @@ class Numbers:
         # Index of a parameter of AdamW → its row, if this rank counts it.
         adamw = {k: one.index for k, one in enumerate(self.measured) if one.matrices is None}
         self.adamw_rows = {index: self.first_rows[k] for k, index in adamw.items() if counts_here(layouts[index], rank)}
-        self.vectors: WeightVectors | None = None
-        if options.weight_spectra:
-            cols = {k: one.matrices.cols for k, one in enumerate(self.measured) if one.matrices is not None}
-            self.vectors = WeightVectors(self._products, self._shared_products, self.local, cols)
 
-    def _lay_out(self, options: Metrics) -> None:
-        columns = Column.LANCZOS + 2 * options.iterations
+    def _lay_out(self) -> None:
         shared_first = sorted(range(len(self.measured)), key=lambda k: not self.measured[k].shared)
         rows = {k: self.measured[k].rows for k in shared_first}
         *first_rows, self._nowhere = itertools.accumulate(rows.values(), initial=0)
         # By the index in ``measured``, which is that in ``Plan.params`` for those of the plan.
         self.first_rows = dict(zip(rows, first_rows, strict=True))
-        vectors: dict[int, tuple[int, int]] = {}
-        for k in reversed(shared_first) if options.weight_spectra else ():
-            if (matrices := self.measured[k].matrices) is not None:
-                vectors[k] = matrices.count, max(matrices.rows, matrices.cols)
-        sizes = {k: math.prod(shape) for k, shape in vectors.items()}
-        private = sum(size for k, size in sizes.items() if not self.measured[k].shared)
-        shared_rows = sum(count for k, count in rows.items() if self.measured[k].shared)
-        lengths = [sum(sizes.values()), len(self.ranks) * len(PHASES), (self._nowhere + 1) * columns]
-        self.packed = torch.zeros(sum(lengths), dtype=DTYPE, device=self._device)
-        products, seconds, table = torch.split(self.packed, lengths)
-        parts = torch.split(products, list(sizes.values()))
-        self._products = {k: part.view(vectors[k]) for k, part in zip(vectors, parts, strict=True)}
-        self._shared_products = products[private:]
-        self.seconds, self.table = seconds.view(len(self.ranks), len(PHASES)), table.view(-1, columns)
-        self.reduced = self.packed[private : lengths[0] + lengths[1] + shared_rows * columns]
-
-    @property
-    def bytes_reduced(self) -> int:
-        """Bytes of the reduction of a measured step; 0 on one rank."""
-        return self.reduced.numel() * self.reduced.element_size() if len(self.ranks) > 1 else 0
-
-    def finish_vectors(self) -> None:
-        """Writes the largest singular values of the weights, once the products are complete."""
-        for k, sigmas in (self.vectors.finish() if self.vectors else {}).items():
-            self.table[self.first_rows[k] :, Column.WEIGHT_SIGMA][: sigmas.numel()] = sigmas
+        self.table = torch.zeros(self._nowhere + 1, Column.LANCZOS + 2 * ITERATIONS, dtype=DTYPE, device=self._device)
+        self.reduced = self.table[: sum(count for k, count in rows.items() if self.measured[k].shared)].view(-1)
 
     def rows_of(self, matrices: Sequence[MatrixKey]) -> Tensor:
         """Where this rank writes about these matrices of the plan."""
@@ -193,9 +144,9 @@ class Numbers:
     def indices(self, rows: Sequence[int]) -> Tensor:
         return self._once(("rows", *rows), lambda: torch.tensor(rows, dtype=torch.long))
 
-    def directions(self, size: int, dtype: torch.dtype) -> Tensor:
-        """``probes`` on the device."""
-        return self._once(("probes", size, dtype), lambda: probes(size).to(dtype))
+    def start_vector(self, size: int, dtype: torch.dtype) -> Tensor:
+        """``spectra.start_vector`` on the device."""
+        return self._once(("start vector", size, dtype), lambda: start_vector(size).to(dtype))
 
     def _once(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
         """What ``make`` returns, on the device, where it is copied only once: the host waits for such a copy."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import Mark, known_to_host, stopwatch_for
+from ..device import known_to_host
 from ..errors import KeptError
 from ..execute import MatrixKey, Observer
 from ..torch_compat import local_part
-from .numbers import PHASES, Column, Numbers
-from .spectra import Multiply, by_matrices, defects, multiply_each, squares, tridiagonalise
+from .numbers import Column, Numbers
+from .spectra import ITERATIONS, Multiply, by_matrices, multiply_each, squares, tridiagonalise
 
 _CHUNK = 1 << 16  # elements of AdamW's moments that are worked on together, so that they stay in a cache
 
@@ -24,47 +24,15 @@ class StepRecorder(Observer):
     """Sees one step of this rank, and writes what it finds into ``numbers``, which are zeros before."""
 
     def __init__(self, numbers: Numbers) -> None:
-        self._numbers, self._stopwatch = numbers, stopwatch_for(numbers.packed.device)
-        self._spans: list[tuple[str, str, Mark, Mark]] = []  # phase, phase around it or "", beginning, end
-        self._open: list[str] = []
+        self._numbers = numbers
         self.failure = KeptError()  # kept until the step ends: other ranks wait for the reduction
         self.adamw_stepped: set[int] = set()  # indices of the parameters that AdamW stepped
-        self.bytes_sent = 0
-
-    @contextmanager
-    def phase(self, name: str, *, waits: bool = False) -> Iterator[None]:
-        timed = "wait" if waits else name
-        around, begin = self._open[-1] if self._open else "", self._stopwatch.now()
-        self._open.append(timed)
-        try:
-            with super().phase(name):
-                yield
-        finally:
-            self._open.pop()
-            self._spans.append((timed, around, begin, self._stopwatch.now()))
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Counts the time as that of the metrics, and keeps an error."""
+        """Names the work for the profiler, and keeps an error."""
         with self.failure, self.phase("metrics"), torch.inference_mode(False), torch.no_grad():
             yield
-
-    def seconds(self) -> dict[str, float] | None:
-        """Seconds of each phase, without those of phases inside it; None as long as the device is not done with all
-        of them.
-        """
-        total = dict.fromkeys(PHASES, 0.0)
-        for name, around, begin, end in self._spans:
-            duration = self._stopwatch.seconds(begin, end)
-            if duration is None:
-                return None
-            total[name] += duration
-            if around:
-                total[around] -= duration
-        return total
-
-    def sends(self, buffer: Tensor) -> None:
-        self.bytes_sent += buffer.numel() * buffer.element_size()
 
     def gradients(self, matrices: Sequence[MatrixKey], averages: Sequence[Tensor]) -> None:
         with self.measuring():
@@ -83,14 +51,8 @@ class StepRecorder(Observer):
             self._write_spectra(matrices, partial(multiply_each, gram), gram)
 
     def _write_spectra(self, matrices: Sequence[MatrixKey], multiply: Multiply, like: Tensor) -> None:
-        start = self._numbers.directions(min(like.shape[1:]), like.dtype)[0].expand(like.size(0), -1)
-        iterations = (self._numbers.table.size(1) - Column.LANCZOS) // 2
-        self._write(matrices, Column.LANCZOS, tridiagonalise(multiply, start, iterations))
-
-    def orthogonalised(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
-        with self.measuring():
-            directions = self._numbers.directions(min(stacked.shape[1:]), stacked.dtype)
-            self._write(matrices, Column.DEFECTS, defects(stacked, directions))
+        start = self._numbers.start_vector(min(like.shape[1:]), like.dtype).expand(like.size(0), -1)
+        self._write(matrices, Column.LANCZOS, tridiagonalise(multiply, start, ITERATIONS))
 
     def update(self, matrices: Sequence[MatrixKey], stacked: Tensor) -> None:
         with self.measuring():

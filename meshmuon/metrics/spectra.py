@@ -7,7 +7,6 @@ host, on demand.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeAlias
@@ -15,10 +14,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..ortho import Scheme
-
-PROBES = 4
-"""Number of directions that estimate how far a matrix is from orthogonal."""
+ITERATIONS = 6
+"""Steps of the Lanczos iteration. Each reads the Gram matrix, or the matrix twice."""
 
 # what is shorter, relative to the largest coefficient so far, is rounding: there is no further direction
 _EXHAUSTED = 1e-5
@@ -29,14 +26,12 @@ Multiply: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @lru_cache(maxsize=256)
-def probes(size: int, count: int = PROBES) -> Tensor:
-    """Fixed orthonormal directions, (count, size) or (size, size) if that is less: the same on all ranks and in all
-    runs.
-    """
+def start_vector(size: int) -> Tensor:
+    """A fixed unit vector, (size,): the same on all ranks and in all runs."""
     generator = torch.Generator("cpu").manual_seed(_SEED + size)
-    gaussian = torch.randn(size, min(size, count), generator=generator, dtype=torch.float64, device="cpu")
-    directions: Tensor = torch.linalg.qr(gaussian)[0]
-    return directions.t().contiguous()
+    # Another vector has other errors: the tests hold those of this one.
+    gaussian = torch.randn(size, min(size, 4), generator=generator, dtype=torch.float64, device="cpu")[:, 0].clone()
+    return gaussian.div_(torch.linalg.vector_norm(gaussian))
 
 
 def wide(stacked: Tensor) -> Tensor:
@@ -110,23 +105,6 @@ def multiply_each(matrices: Tensor, vectors: Tensor) -> Tensor:
     )
 
 
-def defects(stacked: Tensor, directions: Tensor) -> Tensor:
-    """How far the matrices of a batch are from being orthogonal, (batch, 2), in float64.
-
-    For a matrix A with at most as many rows as columns and singular values s, these are the means of (1 − s²)² and (1 −
-    s²)⁴ over its rows, estimated by the means of |(I − A·Aᵀ)·z|² and |(I − A·Aᵀ)²·z|² over the orthonormal rows z of
-    ``directions``. With as many directions as rows they are exact.
-    """
-    a = wide(stacked)
-    both = a.new_empty(a.size(0), 2, *directions.shape)
-    between = directions.new_empty(directions.size(0), a.size(2))
-    # One matrix after the other, so that it is read once from memory and three times from a cache.
-    for matrix, transposed, (once, twice) in zip(a.unbind(), a.mT.unbind(), both.unbind(), strict=True):
-        torch.addmm(directions, torch.mm(directions, matrix, out=between), transposed, beta=-1, out=once)
-        torch.addmm(once, torch.mm(once, matrix, out=between), transposed, beta=-1, out=twice)
-    return squares(both.flatten(0, 1)).view(-1, 2) / directions.size(0)
-
-
 def largest_singular_values(coefficients: Tensor) -> Tensor:
     """The largest singular value of each matrix relative to its Frobenius norm, (batch,), never above the true one.
 
@@ -138,15 +116,3 @@ def largest_singular_values(coefficients: Tensor) -> Tensor:
     # Only the lower triangle is read.
     values: Tensor = torch.linalg.eigvalsh(torch.diag_embed(diagonal) + torch.diag_embed(beside[:, :-1], offset=-1))
     return values[:, -1].clamp_min(0.0).sqrt()
-
-
-@lru_cache(maxsize=64)
-def bound_of(scheme: Scheme) -> float:
-    """The smallest singular value, relative to the Frobenius norm, that a scheme brings as near to 1 as it brings
-    larger ones.
-
-    For ``polar_express(l=1e-3)`` it is 1e-3. The worst distance from 1 is taken over [0.1, 1].
-    """
-    grid = [10 ** (-k / 1000) for k in range(7001)]  # from 1 down to 1e-7
-    allowed = max(abs(1 - scheme(x)) for x in grid if x >= 0.1) * (1 + 1e-3)
-    return min(itertools.takewhile(lambda x: abs(1 - scheme(x)) <= allowed, grid))

@@ -26,7 +26,6 @@ from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
 from ..params.groups import check_group, keep_options, normalise_group, normalise_params
 from ..params.lr import AdjustLR
-from ..params.metrics_option import MetricsLike, metrics_from
 from ..params.option_table import NonFinitePolicy, ParamGroup, Rounding, group_options, with_options
 from ..params.param_record import named_params
 from ..params.rules import RuleLike
@@ -121,7 +120,7 @@ class Muon(PreparedStep):
         cuda_graphs: bool = False,
         kernels: Kernels = "auto",
         cost_model: CostModelLike | None = None,
-        metrics: MetricsLike = None,
+        metrics: int | None = None,
         allow_inactive: bool = False,
         **unknown: NoReturn,  # refused with a hint; type checkers refuse it as well
     ) -> None:
@@ -142,7 +141,7 @@ class Muon(PreparedStep):
         self._comm_dtype = comm_dtype
         self._reference = use_distributed_muon
         self._replica_group = replica_group
-        self._metrics = metrics_from(metrics)
+        self._metrics = metrics
         self._adamw_lr = adamw_lr
         self._qk_clip = QKClip(clip_config)
         self._offload = Offload()
@@ -225,7 +224,7 @@ class Muon(PreparedStep):
         self._reset()
 
     def plan(self) -> Plan:
-        """The plan of the last step: ``print(optimizer.plan().describe())``, or ``.to_json()`` for tools.
+        """The plan of the last step: ``print(optimizer.plan().describe())``.
 
         The first step makes it, when gradients and layouts are known, or ``prepare()`` for all parameters that train.
         """
@@ -377,7 +376,7 @@ class Muon(PreparedStep):
         self._collector = Collector(self._comm_dtype, in_own_dtype=averages)
         self._step_params = StepParams()
         self._overwritten = Overwritten()
-        self._meter = Meter(self._metrics, by_owners=not self._reference, clip_threshold=self._qk_clip.threshold)
+        self._meter = Meter(self._metrics, by_owners=not self._reference)
 
     def _warn_of_routes(self, first: int) -> None:
         """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for

@@ -280,11 +280,11 @@ class MuonStep(torch.optim.Optimizer):
             failed_everywhere = (
                 isinstance(failure.error, OrthogonalizeError) if alone else self._executor.failed_for_all
             )
-            all_records = self._collector.all_records
-            logits = None if failed_everywhere else self._qk_clip.apply(all_records, step.qk_logits, step.skip_mask)
+            if not failed_everywhere:
+                self._qk_clip.apply(self._collector.all_records, step.qk_logits, step.skip_mask)
             if step.recorder is not None:  # also after a failure: the other ranks wait for this rank's numbers
                 skips: dict[str, Any] = {"skipped": self._nonfinite.skipped, "skip_mask": step.skip_mask}
-                failure.keep(self._meter.finish(step.recorder, decision, self._groups, logits=logits or {}, **skips))
+                failure.keep(self._meter.finish(step.recorder, decision, self._groups, **skips))
             already_reported = isinstance(failure.error, OrthogonalizeError) and failure.error.known_to_all
             if failure.error is not None and not alone and not already_reported:
                 self._failures.completed_with(failure.error, diverged=step.would_diverge)

@@ -49,7 +49,6 @@ from .checks import (
     whole_number,
 )
 from .lr import AdjustLR, check_adjust_lr
-from .metrics_option import metrics_from
 from .rules import RuleLike, chain_of, check_rule
 
 
@@ -348,9 +347,8 @@ _ENGINE = (
         "--save``, or a ``CostModel``; by default the machine file that fits the GPU's name, or a guess. See "
         "docs/doctor.md."
     ),
-    Option("metrics", None, _WHOLE, of_value(metrics_from), _PLAN).with_help(
-        "Measures every k-th step, for ``optimizer.metrics()``: a number k, or a ``meshmuon.metrics.Metrics``; by "
-        "default nothing. See docs/metrics.md."
+    Option("metrics", None, _WHOLE, whole_number(1, optional=True), _PLAN).with_help(
+        "Measures every k-th step, for ``optimizer.metrics()``; by default none. See docs/metrics.md."
     ),
     Option("none_grad", True, _MUON, check_flag).with_help("Frees each Muon gradient as soon as the step has used it."),
     Option("allow_inactive", False, _WHOLE, check_flag).with_help(

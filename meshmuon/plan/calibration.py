@@ -1,5 +1,4 @@
-"""How fast a machine is, as plain data: what ``meshmuon doctor --save`` measured or ``meshmuon plan --save-rates``
-wrote.
+"""How fast a machine is, as plain data: what ``meshmuon doctor --save`` measured.
 
 ``Muon(cost_model=FILE)`` plans with it. The file is JSON. ``Calibration`` has the same names and units.
 """

@@ -18,7 +18,6 @@ _DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia")
 _LARGEST = 1e18  # number that a machine may have
 # per element in float32: weight, gradient and two moments are read; weight and moments are written
 _ADAMW_BYTES = 7 * 4
-_SHORTEST = 1e-12  # seconds: a calibration has no zeros
 _MAY_BE_ZERO = ("seconds_per_peer", "connection_bytes", "host_seconds_per_matrix", "host_seconds_per_step")
 _OPTIONAL = ("host_seconds_per_launch", "slower_beside_exchange", "seconds_to_compile")
 _NUMBERS = ("ranks_per_node", "memory_bytes", "memory_bytes_per_second", *_MAY_BE_ZERO)
@@ -120,22 +119,6 @@ class Machine:
             between=calibration.between or calibration.exchange or self.between,
             seconds_per_peer=calibration.seconds_per_peer or self.seconds_per_peer,
             calibration=calibration,
-        )
-
-    def as_calibration(self, ranks: int) -> Calibration:
-        """Its rates as a file that ``Muon(cost_model=FILE)`` and ``--calibration`` read, as if they had been measured.
-
-        They are for the dtype of products that is the default on its device, and for float32 weights.
-        """
-        wire = 2 if self._usual_dtype == "bfloat16" else 4
-        rates = self.rates_for(several_nodes=ranks > self.ranks_per_node, wire=wire)
-        return replace(
-            rates,
-            ranks=ranks,
-            ranks_per_node=min(ranks, self.ranks_per_node),
-            host_seconds_per_matrix=max(_SHORTEST, self.host_seconds_per_matrix),
-            host_seconds_per_step=max(_SHORTEST, self.host_seconds_per_step),
-            seconds_per_peer=0.0 if self.seconds_per_peer < _SHORTEST else float(self.seconds_per_peer),
         )
 
     @property

@@ -10,7 +10,7 @@ from ..layout import ShardedMatrix
 from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, add_local_costs, copied_bytes
-from .report import describe, to_json
+from .report import describe
 from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PlannedParam, PlanOptions, Task
 from .waves import cut_into_waves
 
@@ -23,12 +23,8 @@ class Plan(PlanData):
     """A ``PlanData`` that has been checked, and can be printed."""
 
     def describe(self) -> str:
-        """The plan as text for people."""
+        """The plan as text."""
         return describe(self)
-
-    def to_json(self) -> str:
-        """The plan as JSON for tools. ``meshmuon plan --from-json`` reads it."""
-        return to_json(self)
 
     def __post_init__(self) -> None:
         """Raises unless each matrix has one owner for each copy that is computed separately, and waves and owners fit

@@ -1,19 +1,13 @@
-"""A plan as text for people and as JSON for tools."""
+"""A plan as text."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
-from ..layout import Layout, Mesh, Replicated
 from .plan_data import PlanData
 from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 
-PLAN_VERSION = 1  # of the JSON
-_OPTIONS = ("replicas", "chunk_size", "budget", "in_flight", "max_peers", "waves", "heavy")
 _MOST_RANKS_SHOWN = 16
 
 
@@ -73,82 +67,6 @@ def _balance(plan: PlanData) -> str:
 def _most_and_mean(by_rank: Mapping[int, int]) -> str:
     most, mean = max(by_rank.values(), default=0), sum(by_rank.values()) / max(1, len(by_rank))
     return f"{bytes_text(most)} at most, {bytes_text(mean)} on average"
-
-
-def to_json(plan: PlanData) -> str:
-    """The plan as JSON: options, parameters, for every matrix its owner and wave, and what each rank does."""
-    figures: dict[str, Mapping[int, float]] = {
-        "load": plan.loads,
-        "flops": plan.flops,
-        "bytes_sent": plan.bytes_sent,
-        "bytes_between": plan.bytes_between,
-        "bytes_relayed": plan.bytes_relayed,
-    }
-    content = _content(plan)
-    content["buffer_bytes"] = {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]}
-    content["per_rank"] = {str(rank): {name: of[rank] for name, of in figures.items()} for rank in plan.ranks}
-    return json.dumps(content)
-
-
-def _content(plan: PlanData) -> dict[str, Any]:
-    """Everything that makes the same plan again. Layouts and meshes are listed once and referred to by number."""
-    layouts: dict[Layout, int] = {}
-    meshes: dict[Mesh, int] = {}
-    parameters = [
-        {
-            "name": param.name,
-            "shape": list(param.layouts[0].shape),
-            "layouts": [str(layout) for layout in param.layouts],
-            "layout_numbers": [layouts.setdefault(layout, len(layouts)) for layout in param.layouts],
-            "flops_per_matrix": param.flops,
-            "bytes_per_element": param.itemsize,
-            "bytes_per_element_back": param.itemsize_back,
-            "stack_dims": param.stack_dims,
-            "lane": list(param.lane) if isinstance(param.lane, tuple) else str(param.lane),
-            "share": param.share,
-            "private": param.private,
-            "window": None if param.window is None else [asdict(indices) for indices in param.window],
-            "staged": param.staged,
-            "how": param.how,
-            "compute_dtype": param.compute_dtype,
-        }
-        for param in plan.params
-    ]
-    options = plan.options
-    first_params = {task.wave: task.param for task in reversed(plan.tasks)}
-    return {
-        "version": PLAN_VERSION,
-        "digest": plan.digest,
-        "ranks": list(plan.ranks),
-        "options": {name: getattr(options, name) for name in _OPTIONS} | {"cost": asdict(options.cost)},
-        "nodes": None if options.nodes is None else [list(node) for node in options.nodes.ranks],
-        "waves": [{"lane": str(lane), "parameter": first_params[wave]} for wave, lane in enumerate(plan.wave_lanes)],
-        "layouts": [
-            {
-                "shape": list(layout.shape),
-                "mesh": meshes.setdefault(layout.mesh, len(meshes)),
-                "placements": [
-                    None if isinstance(p, Replicated) else [p.dim, p.split_factor] for p in layout.placements
-                ],
-            }
-            for layout in layouts
-        ],
-        "meshes": [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in meshes],
-        "parameters": parameters,
-        "matrices": [
-            {
-                "parameter": plan.params[task.param].name,
-                "param": task.param,
-                "matrix": task.matrix,
-                "owner": None if task.owner == EVERY_HOLDER else task.owner,
-                "wave": None if task.wave == NO_WAVE else task.wave,
-                "pieces": len(task.sharded.pieces),
-                "replicas": task.sharded.replicas,
-                "cost": task.cost,
-            }
-            for task in plan.tasks
-        ],
-    }
 
 
 def how_computed(task: Task) -> str:

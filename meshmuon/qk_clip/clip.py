@@ -61,11 +61,6 @@ class QKClip:
         return QKClip, (self._given,)  # everything else is rebuilt
 
     @property
-    def threshold(self) -> float:
-        """Above which logits are clipped; infinite without a ``clip_config``."""
-        return math.inf if self._config is None else self._config.threshold
-
-    @property
     def nonfinite_logits(self) -> int:
         """Number of logits so far that were +∞ or NaN; their heads were not scaled. On a GPU, reading it waits for
         the device.
@@ -109,19 +104,16 @@ class QKClip:
         params: Sequence[ParamRecord],
         qk_logits: Mapping[LayerKey, Tensor] | None,
         skip_mask: Tensor | None = None,
-    ) -> Mapping[LayerKey, Tensor] | None:
+    ) -> None:
         """Scales the rows of all heads whose logit exceeds the threshold, unless ``skip_mask`` is true.
 
         Args:
             params: all parameters of the optimizer, already updated.
             qk_logits: layer → largest logit of each head, the same on all ranks that hold the layer. None does nothing.
             skip_mask: a boolean tensor without dims, on a device.
-
-        Returns:
-            The logits of all heads as plain tensors; None if ``qk_logits`` is.
         """
         if qk_logits is None:
-            return None
+            return
         self.check(params, qk_logits)
         qk_logits = ordered(qk_logits)
         assert self._config is not None
@@ -136,7 +128,6 @@ class QKClip:
                         local.mul_(factor.view(-1, *[1] * (local.dim() - 1)))
                 if k == 0:  # every bucket has the same logits
                     self._nonfinite = self._nonfinite + (joined.isnan() | joined.isposinf()).sum()
-        return dict(zip(qk_logits, logits, strict=True))
 
 
 def _build_buckets(heads: HeadTable, params: Sequence[ParamRecord]) -> list[_Bucket]:

@@ -1,1 +1,1 @@
-"""What does not train: the commands ``meshmuon plan`` and ``meshmuon doctor``, predictions, converters, manifests."""
+"""What does not train: the commands ``meshmuon plan`` and ``meshmuon doctor``, predictions, converters."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import DistMuon, Muon, StateError
 from tests.support.checkpoint_model import (
@@ -123,8 +122,7 @@ def plain(layout: str, folder: Path) -> None:
         dist.barrier()
         neighbour = (dist.get_rank() + 1) % dist.get_world_size()
         for weights_only in (True, False):
-            with torch.serialization.safe_globals([_StridedShard]):  # torch 2.11 does not know it as safe
-                foreign = torch.load(folder / f"plain {layout} {neighbour}.pt", weights_only=weights_only)
+            foreign = torch.load(folder / f"plain {layout} {neighbour}.pt", weights_only=weights_only)
             with pytest.raises(
                 StateError, match=r"is the shard at .* of its mesh, .*torch\.distributed\.checkpoint, which loads on"
             ):

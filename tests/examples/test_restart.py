@@ -61,8 +61,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    # Before torch 2.13 a launcher that becomes the first one when others are lost fails, unless it shares no store.
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more}
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **more}
 
 
 def together(count: int, *arguments: str) -> tuple[list[int], str]:
@@ -239,15 +238,13 @@ def test_ctrl_c_goes_on_in_the_same_folder_and_a_finished_run_is_not_touched(
     assert files_below(first) == before
 
 
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(next(path.glob("*.distcp")).read_bytes())
-    data[len(data) // 2] ^= 1
-    next(path.glob("*.distcp")).write_bytes(data)
+def cut_short(path: Path) -> None:
+    with (path / checkpoints.RESULT_FILE).open("r+b") as file:
+        file.truncate(10)
 
 
 def half_written(path: Path) -> None:
     """As a process killed while it writes leaves it: parts are there, under the name for unfinished ones."""
-    flip_a_bit(path)
     (path / checkpoints.RESULT_FILE).unlink()
     path.rename(path.with_name(path.name + checkpoints.UNFINISHED))
     later = path.with_name("step-000012" + checkpoints.UNFINISHED)
@@ -256,7 +253,7 @@ def half_written(path: Path) -> None:
     (later / "__7_0.distcp").touch()
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, half_written], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("damage", [cut_short, half_written], ids=lambda one: one.__name__)
 def test_a_damaged_checkpoint_is_passed_over(
     damage: Any, alone: list[str], stop: Stop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -73,8 +77,28 @@ def test_keys_that_are_not_for_them() -> None:
         muon_for(model(), keys=lambda name: {"use_muon": False})
 
 
+def test_a_configuration_can_name_it() -> None:
+    """As verl's page says and verl does: ``getattr(import_module(optimizer_impl), optimizer)(module.parameters(),
+    ...)``.
+    """
+    page = (Path(__file__).resolve().parents[2] / "docs" / "trainers_hf.md").read_text()
+    (named,) = re.findall(r"`optimizer_impl: (\S+)`, `optimizer: (\S+)`", page)
+    make = getattr(importlib.import_module(named[0]), named[1])
+    net = model()
+    assert str(make(net.parameters(), lr=1e-3, weight_decay=0.1)) == str(muon_for(net, lr=1e-3, weight_decay=0.1))
+
+
+def test_parameters_that_lead_to_no_module_are_refused() -> None:
+    """``module_behind`` has tests of its own."""
+    net = model()
+    message = r"does not say which module it is from, or may be only a part of its parameters; .*call requires_grad_"
+    for parameters in (list(net.parameters()), net.parameters(recurse=False)):
+        with pytest.raises(ConfigError, match=message):
+            muon_for(parameters, lr=1e-3)  # type: ignore[arg-type]
+
+
 def test_parameters_without_names_lead_to_the_factory() -> None:
-    """verl and NeMo Automodel call an optimizer class with a generator or a list of parameters."""
+    """Some trainers call an optimizer class with a generator or a list of parameters."""
     for params in (model().parameters(), list(model().parameters())):
         with pytest.raises(ConfigError, match=r"muon_for\(model, lr=\.\.\.\) of meshmuon\.integrations\.factory"):
             Muon(params, lr=1e-3)  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ def test_options_come_from_the_arguments_unless_given(tmp_path: Path) -> None:
         (0.8, 0.999),
         1e-6,
     )
-    # As axolotl calls it: its own names beside the arguments.
+    # Options by the trainer's names go before the arguments.
     matrices, tables, _ = muon()(small_llama(), args, lr=1e-3, betas=(0.5, 0.75), eps=1e-3, momentum=0.5).param_groups
     assert (tables["lr"], tables["weight_decay"], tables["adamw_betas"], tables["adamw_eps"]) == (
         1e-3,

@@ -11,23 +11,14 @@ MOST = 5
 WRITTEN = re.compile(r"\bmuon\b|\bMuon\(|import .*\bMuon\b")  # importing and building it; what only logs is not needed
 
 
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
 def block(page: str, imported: str) -> str:
     """The first block of Python that has this import."""
-    return next(found for found in blocks(page, "python") if imported in found)
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    return next(found for found in blocks if imported in found)
 
 
 def of_python(source: str) -> int:
     return sum(bool(WRITTEN.search(line)) and not line.lstrip().startswith("#") for line in source.splitlines())
-
-
-def of_yaml(module: str) -> int:
-    """Every line counts."""
-    (found,) = [found for found in blocks("trainers_hf.md", "yaml") if f"meshmuon.integrations.{module}" in found]
-    return len(found.splitlines())
 
 
 def counted() -> dict[str, int]:
@@ -39,9 +30,6 @@ def counted() -> dict[str, int]:
         "Lightning": of_python(block("trainers.md", "MuonMonitor, muon")),
         "Fabric": of_python(block("trainers.md", "integrations.lightning import muon")),
         "torchtitan": of_python(block("trainers.md", "config_registry")),
-        "axolotl": of_yaml("axolotl"),
-        "verl": of_yaml("verl"),
-        "NeMo Automodel": of_yaml("automodel"),
         "Ray Train": of_python((ROOT / "examples" / "ray_train.py").read_text()),
     }
 

@@ -15,16 +15,11 @@ from hypothesis import Phase, given, settings
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import DistMuon, Interleaved, Muon, NorMuon, PlanMismatchError
-from meshmuon.metrics import Metrics
 from meshmuon.metrics.spectra import tridiagonalise
-from meshmuon.metrics.weights import FIRST_HALVES
 from tests.support.cases import Case, Param, as_parameter, check, gradient, initial, run, sharded, single
 from tests.support.collectives import counted_collectives
 from tests.support.random_layouts import Layouts, cases
 from tests.support.threads import run_threads
-
-MEASURED = Metrics(every=1, iterations=4)
-LAYOUT_FREE = ("step", "skipped", "skipped_steps", "weight_half_iterations", "matrices", "adamw", "groups", "kinds")
 
 
 def near(found: Any, expected: Any, where: str = "") -> None:
@@ -43,10 +38,9 @@ def measured(case: Case, metrics: list[dict[str, Any]], **options: Any) -> dict[
     """Options under which every step is measured and noted."""
 
     def watch(optimizer: Muon) -> None:
-        content = optimizer.metrics()
-        metrics.append({key: content[key] for key in LAYOUT_FREE} if content else {})
+        metrics.append(optimizer.metrics())
 
-    return {**options, "metrics": MEASURED, "watch": watch}
+    return {**options, "metrics": 1, "watch": watch}
 
 
 def run_case(case: Case, layouts: Layouts, *, replica_group: bool = False, use_distributed_muon: bool = False) -> None:
@@ -113,14 +107,13 @@ def test_dist_muon_measures_averaged_gradients() -> None:
             {"params": params[:2], "names": ["a", "b"], "use_muon": True},
             {"params": params[2:], "names": ["c"], "use_muon": False},
         ]
-        optimizer = DistMuon(groups, metrics=MEASURED)
+        optimizer = DistMuon(groups, metrics=1)
         found = []
         for step in range(4):
             for param, grad in zip(params, gradients(step, sign), strict=True):
                 param.grad = grad
             optimizer.step()
-            content = optimizer.metrics()
-            found.append({key: content[key] for key in LAYOUT_FREE})
+            found.append(optimizer.metrics())
         return found
 
     expected = trained(0.0)
@@ -129,7 +122,7 @@ def test_dist_muon_measures_averaged_gradients() -> None:
 
 
 def test_one_reduction_on_measured_steps_and_nothing_on_others() -> None:
-    """Beside the agreement, which is on every step; and the bytes are those that were sent."""
+    """Beside the agreement, which is on every step."""
     case = Case((Param((6, 4), 0, (S0,)), Param((4, 6), 0, (S1,)), Param((5,), 0, (S0,), muon=False)), steps=6)
     steps: list[list[int]] = []
 
@@ -138,27 +131,21 @@ def test_one_reduction_on_measured_steps_and_nothing_on_others() -> None:
             if rank == 0:
                 steps.append([elements for name, elements in calls[0] if name == "all_reduce"])
                 calls[0].clear()
-                if len(steps) % 3 == 0:
-                    metrics = optimizer.metrics()
-                    assert 4 * steps[-1][-1] == metrics["bytes"]["reduced"] < 4096
-                    assert metrics["bytes"]["sent"] == optimizer.plan().bytes_sent[0]
-                    assert set(metrics["balance"]["seconds_by_rank"]) == {"0", "1"}
-                    assert min(metrics["balance"]["planned"], metrics["balance"]["measured"]) >= 1
 
         sharded(case, Layouts((2,)).build(), metrics=3, watch=watch)
 
     with counted_collectives() as calls:
         run_threads(2, main)
-    assert [len(made) for made in steps[1:]] == [1, 1 + FIRST_HALVES, 1, 1, 2]
+    assert [len(made) for made in steps[1:]] == [1, 2, 1, 1, 2]
 
 
 def test_ranks_that_measure_different_steps_raise() -> None:
     case = Case((Param((6, 4), 0, (S0,)),), steps=2)
 
     def main(rank: int) -> None:
-        with pytest.raises(PlanMismatchError, match="every="):
+        with pytest.raises(PlanMismatchError, match="metrics=3, rank 0 metrics=2"):
             sharded(case, Layouts((2,)).build(), metrics=2 + rank)
-        with pytest.raises(PlanMismatchError, match=r"metrics=None.*metrics=Metrics\(every=1"):
+        with pytest.raises(PlanMismatchError, match="metrics=None, rank 0 metrics=1"):
             sharded(case, Layouts((2,)).build(), metrics=None if rank else 1)
 
     run_threads(2, main)
@@ -196,27 +183,6 @@ def two_ranks_with_private_weights(scheme: Any = "keller") -> tuple[Muon, torch.
     private = torch.nn.Parameter(torch.randn(8, 5, generator=generator))
     groups = [{"params": [shared, private], "names": ["shared", "private"], "use_muon": True}]
     return Muon(groups, lr=0.0, scheme=scheme, metrics=1), shared, private
-
-
-def test_a_plan_that_is_new_on_one_rank_only_starts_over_on_all() -> None:
-    """Rank 0 gets a gradient of a weight that only it knows, and plans again. Both ranks must multiply by the same
-    vectors.
-    """
-
-    def main(rank: int) -> tuple[list[int], float, float]:
-        optimizer, shared, private = two_ranks_with_private_weights()
-        counts = []
-        for step in range(3):
-            shared.grad = torch.ones_like(shared)
-            private.grad = torch.ones_like(private) if step == 1 and rank == 0 else None
-            optimizer.step()
-            counts.append(optimizer.metrics()["weight_half_iterations"])
-        sigma = torch.linalg.svdvals(shared.detach().full_tensor())[0].item()  # type: ignore[attr-defined]
-        return counts, optimizer.metrics()["matrices"]["shared"]["weight_sigma"], sigma
-
-    for counts, found, sigma in run_threads(2, main):
-        assert counts == [FIRST_HALVES, FIRST_HALVES, FIRST_HALVES + 1]
-        assert found == pytest.approx(sigma, rel=1e-3)
 
 
 def test_a_scheme_that_raises_on_one_rank_in_a_measured_step() -> None:

@@ -14,12 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshmuon import ConfigError, Muon, NorMuon, orthogonalize, polar_express
+from meshmuon import ConfigError, Muon, NorMuon
 from meshmuon.device import Transfers
-from meshmuon.metrics import Metrics, flat
+from meshmuon.metrics import flat
 from meshmuon.metrics.report import Measurement
-from meshmuon.metrics.spectra import probes
-from meshmuon.metrics.weights import FIRST_HALVES
 from meshmuon.params.lr import lr_factor
 
 SHAPES = ((12, 8), (6, 20), (9, 9))
@@ -56,7 +54,7 @@ def close(found: float, expected: Tensor | float, rel: float = 1e-5) -> bool:
 
 def test_numbers_are_those_of_torch() -> None:
     params = parameters()
-    optimizer = built(params, Metrics(every=1, iterations=20), scheme="polar_express", momentum=0.9, weight_decay=0.0)
+    optimizer = built(params, scheme="polar_express", momentum=0.9, weight_decay=0.0)
     train(optimizer, params, 3)
     before = [param.detach().clone() for param in params]
     buffers = [optimizer.state[param]["momentum_buffer"].clone() for param in params[:-1]]
@@ -70,96 +68,17 @@ def test_numbers_are_those_of_torch() -> None:
         singular = torch.linalg.svdvals(ahead)
         assert close(values["gradient_norm"], grads[k].norm())
         assert close(values["momentum_norm"], ahead.norm())
-        assert close(values["momentum_sigma"], singular[0], 1e-4)
-        assert close(values["momentum_stable_rank"], ahead.norm() ** 2 / singular[0] ** 2, 1e-4)
+        assert 0.9 * singular[0] <= values["momentum_sigma"] <= (1 + 1e-5) * singular[0]
         assert close(values["weight_norm"], before[k].norm())
         change = params[k].detach() - before[k]
-        assert close(values["update_norm"], change.norm(), 1e-4)
         assert close(values["update_to_weight"], change.norm() / before[k].norm(), 1e-4)
         assert close(values["update_rms"], change.square().mean().sqrt(), 1e-4)
         assert close(values["lr"], 0.01 * lr_factor("match_rms_adamw", *SHAPES[k]))
-        update = orthogonalize(ahead.unsqueeze(0), polar_express())[0]
-        spread = (1 - torch.linalg.svdvals(update) ** 2).abs()
-        assert spread.min() - 1e-4 <= values["orthogonality"] <= spread.max() + 1e-4
-        assert 0 <= values["below_bound"] <= spread.max() ** 4 + 1e-4
-        assert values["bound"] == pytest.approx(1e-3, rel=0.02)
     norm = metrics["adamw"]["norm.weight"]
     change = params[-1].detach() - before[-1]
     assert close(norm["update_rms"], change.square().mean().sqrt(), 1e-4)
     assert close(norm["update_to_weight"], change.norm() / before[-1].norm(), 1e-4)
     assert close(norm["gradient_norm"], grads[-1].norm())
-
-
-def adversarial_weights(rows: int, cols: int, seed: int) -> list[nn.Parameter]:
-    """Weights with spectra that are hard for a power iteration: crowded at the top, one value just above the
-    others, flat.
-    """
-    generator, n = torch.Generator().manual_seed(seed), min(rows, cols)
-    left, right = (torch.linalg.qr(torch.randn(size, n, generator=generator))[0] for size in (rows, cols))
-    k = torch.arange(n)
-    crowded = [
-        torch.cat([torch.ones(1), (1 - gap) * (0.5 + 0.5 * torch.cos(math.pi * k[1:] / n)).sqrt()])
-        for gap in (0.1, 0.02)
-    ]
-    outliers = [torch.where(k == 0, 1.0, 1 - gap) for gap in (0.3, 0.1, 0.03, 0.01)]
-    spectra = [*crowded, *outliers, 1 - k / n, 1 / (1.0 + k), 0.9**k, (k == 0).float(), torch.ones(n), torch.zeros(n)]
-    found = [(left * spectrum) @ right.t() for spectrum in spectra]
-    found.append(torch.randn(rows, cols, generator=generator))
-    return [nn.Parameter(weight * 10.0**power) for weight, power in zip(found, range(-6, 7), strict=True)]
-
-
-@pytest.mark.parametrize(("rows", "cols"), [(96, 160), (160, 96), (128, 128)])
-def test_the_singular_value_of_a_weight_is_approached_from_below(rows: int, cols: int) -> None:
-    weights = adversarial_weights(rows, cols, seed=rows)
-    params = [*weights, nn.Parameter(torch.randn(7))]
-    optimizer = built(params, lr=0.0, scheme="keller", ns_steps=1)  # the weights stand still
-    true = [torch.linalg.svdvals(weight.detach().double())[0].item() for weight in weights]
-    shares = [[0.0] * len(weights)]
-    for step in range(31):
-        train(optimizer, params, 1, first=step)
-        sigmas = [values["weight_sigma"] for values in optimizer.metrics()["matrices"].values()]
-        shares.append([found / sigma if sigma else 1.0 for found, sigma in zip(sigmas, true, strict=True)])
-        assert all(before * (1 - 1e-5) <= now <= 1 + 1e-5 for before, now in zip(*shares[-2:], strict=True)), (
-            "it only grows"
-        )
-    assert min(shares[1]) >= 0.88
-    assert shares[1][-1] >= 0.95, "of the random weight"
-    assert min(shares[-1]) >= 0.96
-    values = next(iter(optimizer.metrics()["matrices"].values()))
-    assert values["weight_stable_rank"] == pytest.approx(values["weight_norm"] ** 2 / values["weight_sigma"] ** 2)
-
-
-def test_the_singular_value_of_a_weight_follows_it() -> None:
-    """A weight to which another direction is added, step by step, until that is the longest."""
-    weight, other = nn.Parameter(torch.diag(torch.linspace(1, 0.1, 24))), torch.zeros(24, 24)
-    other[5, 7] = 1.0
-    params = [weight, nn.Parameter(torch.randn(7))]
-    optimizer = built(params, lr=0.0)
-    for step in range(40):
-        train(optimizer, params, 1, first=step)
-        with torch.no_grad():
-            weight.add_(other, alpha=0.1 if step < 20 else 0.0)
-    found = optimizer.metrics()["matrices"]["layers.0.up.weight"]["weight_sigma"]
-    assert found == pytest.approx(torch.linalg.svdvals(weight.detach())[0].item(), rel=1e-3)
-
-
-def test_a_weight_that_begins_at_zero_has_no_impossible_rank() -> None:
-    """Its vector was looked for in vain, and is found by and by; here it has the least of what is largest in the
-    weight.
-    """
-    weight, start = nn.Parameter(torch.zeros(24, 24)), probes(24)[0]
-    params = [weight, nn.Parameter(torch.ones(7))]
-    optimizer = built(params, lr=0.0)
-    train(optimizer, params, 1)
-    with torch.no_grad():
-        weight.diagonal()[start.abs().argsort()] = torch.cat([torch.ones(1), torch.linspace(0.7, 0.1, 23)])
-    assert (weight.detach().double() @ start).norm() < start.norm() * weight.detach().norm() / math.sqrt(24)
-    for step in range(1, 60):
-        train(optimizer, params, 1, first=step)
-        values = optimizer.metrics()["matrices"]["layers.0.up.weight"]
-        assert values["weight_stable_rank"] <= 24 * (1 + 1e-5)
-        assert values["weight_sigma"] <= 1 + 1e-5
-    assert values["weight_sigma"] == pytest.approx(1.0, rel=1e-3)
 
 
 def test_measures_every_kth_step_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +96,7 @@ def test_measures_every_kth_step_and_nothing_else(monkeypatch: pytest.MonkeyPatc
 )
 def test_the_update_keeps_its_bits(options: dict[str, Any]) -> None:
     results = []
-    for metrics in (None, 1, Metrics(every=2, weight_spectra=False)):
+    for metrics in (None, 1, 2):
         params = parameters()
         train(built(params, metrics, **options), params, 4)
         results.append(params)
@@ -237,24 +156,8 @@ def test_a_skipped_step_is_not_measured_and_is_counted() -> None:
     assert (metrics["step"], metrics["skipped_steps"], metrics["skipped"]) == (3, 1, False)
 
 
-def test_qk_clip_shows_logits_and_factors() -> None:
-    params = [nn.Parameter(torch.randn(8, 6)) for _ in range(2)]
-    names = [f"layers.0.self_attn.{name}_proj.weight" for name in "qk"]
-    groups = [{"params": params, "names": names, "use_muon": True}]
-    optimizer = Muon(groups, metrics=1, clip_config={"head_dim": 4, "threshold": 50.0})
-    give_gradients(params, 0)
-    optimizer.step(qk_logits={0: torch.tensor([200.0, 50.0])})  # at the threshold nothing is clipped
-    assert optimizer.metrics()["qk_clip"] == {"0": {"max_logit": 200.0, "min_factor": 0.5, "clipped_heads": 1.0}}
-    give_gradients(params, 1)
-    optimizer.step(qk_logits={0: torch.tensor([20.0, 50.0])})
-    assert optimizer.metrics()["qk_clip"] == {"0": {"max_logit": 50.0, "min_factor": 1.0, "clipped_heads": 0.0}}
-    give_gradients(params, 2)
-    optimizer.step()
-    assert optimizer.metrics()["qk_clip"] == {}
-
-
 def test_copies_checkpoints_and_offload() -> None:
-    """A copy measures as its original does; what is remembered of weights starts over."""
+    """A copy measures as its original does."""
     params = parameters()
     optimizer = built(params, 2)
     optimizer.turn_on_cpu_offload()
@@ -297,9 +200,7 @@ def test_a_new_param_group_is_measured() -> None:
     added = nn.Parameter(torch.randn(5, 4))
     optimizer.add_param_group({"params": [added], "names": ["added"], "use_muon": True})
     train(optimizer, [*params, added], 1)
-    metrics = optimizer.metrics()
-    assert "added" in metrics["matrices"]
-    assert metrics["weight_half_iterations"] == FIRST_HALVES, "the vectors start over with a plan"
+    assert "added" in optimizer.metrics()["matrices"]
 
 
 def test_the_dict_is_plain_and_flat_names_are_too() -> None:
@@ -310,7 +211,6 @@ def test_the_dict_is_plain_and_flat_names_are_too() -> None:
     train(optimizer, params, 1)
     metrics = optimizer.metrics()
     assert json.loads(json.dumps(metrics)) == metrics
-    assert metrics["bytes"] == {"sent": 0, "reduced": 0}, "one device tells nobody"
     numbers = flat(metrics)
     assert all(type(value) is float for value in numbers.values())
     assert numbers["muon/group/0/update_to_weight"] == metrics["groups"]["0"]["update_to_weight"]
@@ -319,29 +219,10 @@ def test_the_dict_is_plain_and_flat_names_are_too() -> None:
     assert every["matrix/layers.0.up.weight/lr"] == metrics["matrices"]["layers.0.up.weight"]["lr"]
 
 
-def test_seconds_are_divided_among_the_phases() -> None:
-    params = parameters()
-    optimizer = built(params)
-    train(optimizer, params, 1)
-    seconds = optimizer.metrics()["seconds"]
-    assert set(seconds) == {"momentum", "gather", "orthogonalise", "scatter", "update", "wait", "adamw", "metrics"}
-    assert all(value >= -1e-9 for value in seconds.values())
-    assert seconds["orthogonalise"] > 0
-    assert seconds["adamw"] > 0
-
-
-@pytest.mark.parametrize("metrics", [0, -1, True, 1.5, "every", Metrics])
+@pytest.mark.parametrize("metrics", [0, -1, True, 1.5, "every"])
 def test_refuses_what_is_no_number_of_steps(metrics: Any) -> None:
     with pytest.raises(ConfigError, match="metrics"):
         built(parameters(), metrics)
-
-
-@pytest.mark.parametrize(
-    "options", [{"every": 0}, {"iterations": 0}, {"iterations": True}, {"weight_spectra": 1}], ids=str
-)
-def test_refuses_wrong_settings(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        Metrics(**options)
 
 
 def test_refuses_reading_what_was_not_measured() -> None:
@@ -358,7 +239,6 @@ def test_a_weight_of_zeros_and_a_lost_gradient_stay_numbers() -> None:
     optimizer.step()
     values = optimizer.metrics()["matrices"]["layers.0.up.weight"]
     assert values["gradient_norm"] == values["momentum_sigma"] == values["update_to_weight"] == 0.0
-    assert values["below_bound"] == pytest.approx(1.0)
 
 
 def test_an_empty_matrix_is_left_out() -> None:

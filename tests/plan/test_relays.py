@@ -9,7 +9,6 @@ import pytest
 
 from meshmuon.plan import HopRoutes, Nodes, Parcel, Relays, make_plan
 from meshmuon.plan.counts import count_peers
-from meshmuon.tools.predict.saved_plan import read_plan
 from tests.support.plans import random_entries, random_nodes, random_options, ranks_of
 
 
@@ -110,4 +109,3 @@ def test_plans_without_too_many_peers_stay_as_they_were(seed: int) -> None:
     else:
         assert in_flight == next((k for k in range(before, 2, -1) if needed(k) <= room), 2)
     assert f"{peers} peers per rank would be more than {peers - 1}" in relayed.describe()
-    assert read_plan(relayed.to_json()).digest == relayed.digest

@@ -9,7 +9,6 @@ import pytest
 
 from meshmuon.layout import Mesh, Piece, Replicated, Sharded
 from meshmuon.plan import Wire, make_plan, routes_of, wave_sizes
-from meshmuon.tools.predict.saved_plan import read_plan
 from tests.support.plans import entry, options_for, random_entries, random_options
 
 PIECE = Piece(((0, 10),), ((100, 140), (150, 160)), (0,))
@@ -43,9 +42,8 @@ def test_buffers_are_those_of_the_waves(seed: int) -> None:
         assert plan.buffer_bytes(rank) == sum(map(sum, slots.values()))
 
 
-def test_both_directions_are_compared_and_saved() -> None:
+def test_both_directions_are_compared() -> None:
     mesh = Mesh((2, 2), (0, 1, 2, 3))
     param = entry(shape=(64, 256), mesh=mesh, placements=(Replicated(), Sharded(0)), itemsize=2)
     plans = [make_plan([replace(param, itemsize_back=back)], options_for()) for back in (None, 4)]
     assert plans[0].digest != plans[1].digest
-    assert all(read_plan(plan.to_json()).digest == plan.digest for plan in plans)

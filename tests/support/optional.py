@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -25,15 +24,13 @@ def development_torch() -> str:
 
 
 def need(package: str) -> ModuleType:
-    """Imports an optional package; skips the module that asks only where torch or Python is not that of the development
-    install.
+    """Imports an optional package; skips the module that asks only where torch is not that of the development install.
 
     The development install has all of them. A package that is missing there is an error, not a skipped test.
     """
-    other = torch.__version__.split("+")[0] != development_torch() or sys.version_info < (3, 11)
+    other = torch.__version__.split("+")[0] != development_torch()
     if other and importlib.util.find_spec(package.partition(".")[0]) is None:
-        where = f"torch {torch.__version__} and Python {sys.version_info[0]}.{sys.version_info[1]}"
-        pytest.skip(f"{package} is not installed beside {where}", allow_module_level=True)
+        pytest.skip(f"{package} is not installed beside torch {torch.__version__}", allow_module_level=True)
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported: no test needs the network
     declare_missing_operators()
     return importlib.import_module(package)

@@ -8,15 +8,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.multi_threaded_pg import (
     Collective,
     ProcessLocalGroup,
-    ThreadLocalWorld,
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
@@ -25,13 +22,6 @@ from meshmuon.transport import groups
 
 T = TypeVar("T")
 _isolate_threads: Callable[[bool], None] = _distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
-
-if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and cannot destroy its threaded groups without
-    ThreadLocalWorld.comms = property(lambda world: [])  # type: ignore[assignment]
-if not torch.cuda.is_available():
-    # CUDA builds of torch 2.11 keep something of the thread that first does this, and crash once that thread is gone.
-    with FakeTensorMode():
-        pass
 
 
 def run_threads(

@@ -12,7 +12,6 @@ class Run:
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
-        self.alerts: list[tuple[str, str]] = []
         self.open = True
 
     def __enter__(self) -> Run:
@@ -31,11 +30,6 @@ class Run:
             isinstance(name, str) and isinstance(value, float) and math.isfinite(value) for name, value in row.items()
         )
         self.rows[step] = dict(row)
-
-    def alert(self, *, title: str, text: str) -> None:
-        """Keeps an alert."""
-        assert self.open
-        self.alerts.append((title, text))
 
 
 class StandIn(ModuleType):

@@ -36,12 +36,6 @@ _DOCTOR = (
     "ranks: torchrun --nproc-per-node 8 -m meshmuon doctor, or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, "
     "MASTER_ADDR and MASTER_PORT. The exit code is 1 if a check fails."
 )
-_SWEEP = (
-    "Finds the learning rate of Muon for your own model: runs your training with AdamW and with Muon at several "
-    "learning rates, and prints a table. TRAIN is a function train(make_optimizer, seed) that builds the model, calls "
-    "make_optimizer(model), yields the loss of every step and may return a validation loss: meshmuon sweep "
-    "my_training:train --lr 1e-3."
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,30 +96,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_plan(
         commands.add_parser("plan", help="see what a step costs on a cluster that is not there", description=_PLAN)
     )
-    _add_sweep(commands.add_parser("sweep", help="find the learning rate for your own model", description=_SWEEP))
     return parser
-
-
-def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    lr = _within(sys.float_info.min, 100.0, "no learning rate above 0 and at most 100")
-    parser.add_argument("train", metavar="TRAIN", help="the function, as package.module:function")
-    parser.add_argument("--lr", type=lr, default=1e-3, help="the lr that AdamW has today (default: 0.001)")
-    parser.add_argument(
-        "--lrs",
-        type=lr,
-        nargs="+",
-        metavar="LR",
-        help="of Muon (default: 1, 2, 4, 8 times --lr; more while an end is best)",
-    )
-    parser.add_argument("--adamw-lrs", type=lr, nargs="+", metavar="LR", help="of AdamW (default: --lr)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="one run for each (default: 0)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/sweep"),
-        metavar="DIR",
-        help="folder of the results (default: runs/sweep)",
-    )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -164,9 +135,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--hf-config", type=Path, metavar="FILE", help="the config.json of any model of transformers")
     model.add_argument("--module", metavar="MODULE:FUNCTION", help="a function that builds a torch.nn.Module")
-    model.add_argument(
-        "--from-json", type=Path, metavar="FILE", help="a plan that a job wrote: optimizer.plan().to_json()"
-    )
     cluster = parser.add_argument_group("the cluster")
     cluster.add_argument(
         "--mesh", action="append", default=[], metavar="AXES", help='such as "dp_replicate=2,dp_shard=32,tp=8"'
@@ -202,12 +170,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--compare", action="store_true", help="other options side by side, and other meshes if there are any"
     )
     output.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    output.add_argument("--html", type=Path, metavar="FILE", help="write the report as one page for a browser")
-    output.add_argument("--trace", type=Path, metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     output.add_argument("--save-model", type=Path, metavar="FILE", help="write the model as a file for --model")
-    output.add_argument(
-        "--save-rates", type=Path, metavar="FILE", help="write the machine's rates, for Muon(cost_model=FILE)"
-    )
     output.add_argument("--list", action="store_true", help="list models and machines and end")
 
 

@@ -7,7 +7,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -18,20 +17,18 @@ from ...params.checks import FLOAT_DTYPES
 from ...params.option_table import optimizer_options
 from ...plan.calibration import Calibration
 from ...plan.machines import Machine, machine_like, machine_names
-from ..predict.trace import write_trace
 from ..simulate.advice import advice_for, advice_from_choices, compare_meshes, compare_options
 from ..simulate.description import ModelDescription, load_model
 from ..simulate.inputs import load_machine, preset_names
 from ..simulate.modules import build_from_hf_config, build_module
-from ..simulate.render import print_report, render_page, require_plotly
+from ..simulate.render import print_report
 from ..simulate.report import Figures, build_report
 from ..simulate.sharding import FileSharding, MeshAxes, Sharding
-from ..simulate.simulation import JobSharding, MuonOptions, Simulation, Workload
+from ..simulate.simulation import MuonOptions, Simulation, Workload
 from .output import is_standard_output, printing, write_output
 
-_OF_MODELS = ("model", "hf_config", "module", "mesh", "layout", "nodes", "save_model")
 _CHECKED = ("memory_budget", "warmup_step")
-_WRITTEN = ("json", "html", "trace", "save_model", "save_rates")
+_WRITTEN = ("json", "save_model")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,9 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{' and '.join(to_output)} are all for standard output. Keep one - and name files for the others."
         )
-    if arguments.html is not None:
-        require_plotly()  # before anything is planned or written
-    inputs = _of_job(arguments) if arguments.from_json is not None else _of_model(arguments)
+    inputs = _inputs(arguments)
     if inputs is None:
         return 0
     model, machine, options, shardings = inputs
@@ -55,16 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         model, shardings[0], machine, options, Workload(arguments.tokens_per_step, arguments.mfu)
     )
     report = _report(simulation, shardings[1:], compare=arguments.compare)
-    rates = machine.calibration or machine.as_calibration(simulation.sharding.ranks)
-    timelines = [(stage.plan.ranks, stage.timeline.phases) for stage in simulation.stages]
-    for path, write in (
-        (arguments.save_rates, lambda file: print(json.dumps(rates.to_json(), indent=1), file=file)),
-        (arguments.html, lambda file: file.write(render_page(report))),
-        (arguments.trace, lambda file: write_trace(timelines, file)),
-        (arguments.json, lambda file: print(json.dumps(report), file=file)),
-    ):
-        if path is not None:
-            write_output(path, write)
+    if arguments.json is not None:
+        write_output(arguments.json, lambda file: print(json.dumps(report), file=file))
     if not to_output:
         with printing():
             print_report(report)
@@ -74,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 _Inputs: TypeAlias = tuple[ModelDescription, Machine, MuonOptions, Sequence[Sharding]]
 
 
-def _of_model(arguments: argparse.Namespace) -> _Inputs | None:
+def _inputs(arguments: argparse.Namespace) -> _Inputs | None:
     """A model on one or more shardings; None if it was only to be saved."""
     model = _model(arguments)
     if arguments.save_model is not None:
@@ -88,30 +75,11 @@ def _of_model(arguments: argparse.Namespace) -> _Inputs | None:
     return model, machine, _options(arguments), shardings
 
 
-def _of_job(arguments: argparse.Namespace) -> _Inputs:
-    """The plan of a job, on the machine that is named or on one of its kind."""
-    refused = [f"--{name.replace('_', '-')}" for name in _OF_MODELS if getattr(arguments, name)]
-    if refused or arguments.compare:
-        raise ConfigError(f"--from-json reads a plan that is complete: leave out {', '.join(refused) or '--compare'}.")
-    sharding = JobSharding.load(arguments.from_json)
-    plan = sharding.stage.plan
-    lane = plan.params[0].lane
-    if arguments.hardware is None and arguments.calibration is None and isinstance(lane, tuple) and lane[0] == "cpu":
-        arguments.hardware = "cpu"
-    machine = _machine(arguments)
-    if plan.options.nodes is not None:
-        machine = replace(machine, ranks_per_node=max(map(len, plan.options.nodes.ranks)))
-    options = replace(_options(arguments), replicas=plan.options.replicas)
-    return sharding.model(arguments.from_json.stem), machine, options, [sharding]
-
-
 def _report(simulation: Simulation, others: Sequence[Sharding], *, compare: bool) -> Figures:
     command = shlex.join(["meshmuon", *sys.argv[1:]])
     report = build_report(simulation, command, advice_for(simulation))
     if others:
         report["meshes"] = compare_meshes(simulation, others)
-    if isinstance(simulation.sharding, JobSharding):  # whose options are the job's
-        return report
     choices = compare_options(simulation, all_of_them=compare)
     report["advice"] += advice_from_choices(choices)
     report["choices"] = choices if compare else []
@@ -122,9 +90,7 @@ def _model(arguments: argparse.Namespace) -> ModelDescription:
     given = [name for name in ("model", "hf_config", "module") if getattr(arguments, name) is not None]
     if len(given) != 1:
         have = "none is" if not given else "several are"
-        raise ConfigError(
-            f"one of --model, --hf-config, --module and --from-json says which model to plan; {have} given."
-        )
+        raise ConfigError(f"one of --model, --hf-config and --module says which model to plan; {have} given.")
     if arguments.model is not None:
         return load_model(arguments.model)
     return build_module(arguments.module) if arguments.module is not None else build_from_hf_config(arguments.hf_config)

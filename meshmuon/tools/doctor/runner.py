@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 from ...device import hardware_of
-from ...torch_compat import settle_fake_tensors
 from .context import Check, Context, Finding, Outcome, Status, by_text
 from .report import Report
 
@@ -71,7 +70,6 @@ class Runner:
         every rank.
         """
         passed = True
-        settle_fake_tensors()  # each check is a thread
         for check in self._checks:
             try:
                 verdict = self._run_check(check)

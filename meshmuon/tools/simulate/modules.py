@@ -70,30 +70,28 @@ def describe_module(
     )
 
 
-def import_function(option: str, target: str) -> Callable[..., Any]:
-    """What ``package.module:function`` names, also in the working directory; ``option`` is what the user wrote it
-    for.
-    """
+def import_function(target: str) -> Callable[..., Any]:
+    """What ``package.module:function`` names, also in the working directory."""
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
-        raise ConfigError(f"{option} {target!r} must name a module and a function in it: package.module:function.")
+        raise ConfigError(f"--module {target!r} must name a module and a function in it: package.module:function.")
     paths = list(sys.path)
     sys.path.insert(0, "")  # the working directory, as python -m has it
     try:
         with _in_words(
-            f"{option} {target}: {module_name} cannot be imported", "Mend it, or set PYTHONPATH if it is elsewhere."
+            f"--module {target}: {module_name} cannot be imported", "Mend it, or set PYTHONPATH if it is elsewhere."
         ):
             function = getattr(importlib.import_module(module_name), function_name, None)
     finally:
         sys.path[:] = paths
     if not callable(function):
-        raise ConfigError(f"{option} {target}: {module_name} has no function {function_name}.")
+        raise ConfigError(f"--module {target}: {module_name} has no function {function_name}.")
     return function  # type: ignore[no-any-return]
 
 
 def build_module(target: str) -> ModelDescription:
     """The model that ``package.module:function`` returns, called without arguments on the meta device."""
-    build, name = import_function("--module", target), target.partition(":")[2]
+    build, name = import_function(target), target.partition(":")[2]
     advice = "It must build the model without arguments, data or weights."
     with _in_words(f"--module {target}: {name}() failed on the meta device", advice), torch.device("meta"):
         model = build()

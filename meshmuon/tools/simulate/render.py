@@ -1,21 +1,13 @@
-"""A report as text, in tables of rich on a terminal and plain columns elsewhere; and as a page that needs no
-network.
-"""
+"""A report as text, in tables of rich on a terminal and plain columns elsewhere."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from importlib.util import find_spec
-from string import Template
-from types import ModuleType
 from typing import TextIO
 
-from ...errors import ConfigError
 from ...plan import bytes_text, counted, table
 from .report import Figures
 
@@ -290,27 +282,3 @@ def flops_text(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {unit}FLOP"
     return f"{number:.0f} FLOP"
-
-
-def require_plotly() -> ModuleType:
-    """``plotly.offline``, which holds the library that draws the figures; ``ConfigError`` if it is not installed."""
-    try:
-        return importlib.import_module("plotly.offline")
-    except ImportError:
-        raise ConfigError(
-            "--html needs plotly: pip install 'meshmuon[plan]'. --json writes the same numbers without it."
-        ) from None
-
-
-def render_page(report: Figures) -> str:
-    """The page as text; its figures are drawn from the numbers of ``build_report``."""
-    files = resources.files(__package__) / "page_files"
-    title = f"{report.model.title} on {report.mesh.text}"
-    template = Template((files / "page.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        title=title.replace("&", "&amp;").replace("<", "&lt;"),
-        style=(files / "page.css").read_text(encoding="utf-8"),
-        script=(files / "page.js").read_text(encoding="utf-8"),
-        report=json.dumps(report).replace("<", "\\u003c"),  # so that no name of a parameter can end the script element
-        library=require_plotly().get_plotlyjs(),
-    )

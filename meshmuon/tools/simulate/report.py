@@ -1,5 +1,4 @@
-"""What ``meshmuon plan`` reports: one nested structure of plain data, which ``--json`` writes and the text and the page
-read.
+"""What ``meshmuon plan`` reports: one nested structure of plain data, which ``--json`` writes and the text reads.
 
 Tables are lists of rows; ``ranks`` has a column for each figure, with an entry per rank. docs/plan.md describes the
 keys.
@@ -66,7 +65,6 @@ def build_report(simulation: Simulation, command: str, advice: Sequence[str]) ->
         advice=list(advice),
         choices=[],  # with other options, if asked for: rows of ``choice_of``
         meshes=[],  # on other meshes, if asked for: rows of ``choice_of``
-        measured=[],  # predictions beside what a run has measured: label, predicted and measured seconds
     )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from ...agree.local_planner import LocalPlanner, PlanSettings, Topology
 from ...device import memory_budget_for
-from ...errors import ConfigError
 from ...execute import CommDtypeLike
 from ...layout import Layout, Mesh, Placement, ShardedMatrix, coordinates, length
 from ...matrices import MatrixOptions, check_matrices
@@ -38,9 +36,7 @@ from ...plan.machines import Machine
 from ...plan.timeline import Timeline
 from ..predict.launches import Launches, adamw_launches, launches_of
 from ..predict.prediction import predict
-from ..predict.saved_plan import read_plan
-from .description import ModelDescription, ModelParam
-from .inputs import read_file
+from .description import ModelDescription
 from .sharding import PlacedParam, Sharding
 
 _FLOPS_PER_PARAMETER = 6  # of forward and backward, per token
@@ -153,42 +149,6 @@ def _local_shape(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement
 
 
 @dataclass(frozen=True)
-class JobSharding:
-    """The layouts of a plan that a job has written. A plan does not know AdamW's parameters."""
-
-    stage: StagePlan
-
-    @classmethod
-    def load(cls, path: Path) -> JobSharding:
-        """Reads what a job wrote with ``optimizer.plan().to_json()``."""
-        plan = read_file(f"--from-json {path}", path, read_plan, "is no plan")
-        if not plan.tasks:
-            raise ConfigError(f"--from-json {path}: the plan has no matrix.")
-        layouts = {param.name: param.layouts[0] for param in reversed(plan.params)}
-        experts = {param.name: bool(param.stack_dims) for param in reversed(plan.params)}
-        placed = {}
-        for param in plan.params:
-            layout = layouts[param.name]
-            described = ModelParam(param.name, layout.shape, use_muon=True, expert=experts[param.name])
-            placed[param.name] = PlacedParam(described, layout.mesh, layout.placements)
-        return cls(StagePlan(plan, tuple(placed.values()), tuple(layouts[name] for name in placed)))
-
-    def __str__(self) -> str:
-        meshes = dict.fromkeys(item.mesh for item in self.stage.placed)
-        return f"the job's meshes {', '.join('×'.join(map(str, mesh.shape)) for mesh in meshes)}"
-
-    @property
-    def ranks(self) -> int:
-        return len(self.stage.plan.ranks)
-
-    def model(self, name: str) -> ModelDescription:
-        return ModelDescription(name, f"the matrices of {name}", name, tuple(item.param for item in self.stage.placed))
-
-    def stages(self, model: ModelDescription) -> Iterator[list[PlacedParam]]:
-        yield list(self.stage.placed)
-
-
-@dataclass(frozen=True)
 class SimulatedStage:
     """One pipeline stage: its plan and what follows from it."""
 
@@ -246,11 +206,10 @@ class Simulation:
     def run(
         cls, model: ModelDescription, sharding: Sharding, machine: Machine, options: MuonOptions, workload: Workload
     ) -> Simulation:
-        """Plans every stage, unless a job has planned, and times them."""
-        planned = (
-            [sharding.stage] if isinstance(sharding, JobSharding) else plan_cluster(model, sharding, options, machine)
+        """Plans every stage and times it."""
+        stages = tuple(
+            SimulatedStage.of(stage, machine, options) for stage in plan_cluster(model, sharding, options, machine)
         )
-        stages = tuple(SimulatedStage.of(stage, machine, options) for stage in planned)
         return cls(model, sharding, machine, options, workload, stages)
 
     @cached_property

@@ -92,10 +92,6 @@ class Event:
             recorder().clocks.wait(HOST, self._clock)
         return done
 
-    def elapsed_time(self, end: Event) -> float:
-        """Milliseconds; no device counts them here."""
-        return 0.0
-
 
 class Graph:
     """A CUDA graph: operations that are noted when they are captured, and done when it is replayed."""

@@ -277,7 +277,7 @@ class _RankRun:
             logits = {0: torch.zeros(HEADS, dtype=torch.float32, **where).add_(99.0)}
         before, plan = len(self._recorder.findings), optimizer._executor.plan
         optimizer.step(qk_logits=logits)
-        if "metrics" in program.options:
+        if "metrics" in program.options and step < program.steps - 1:  # the last is waited for
             optimizer.metrics()
         if optimizer._executor.plan is plan and step >= 2 and self._is_steady(step):
             waits = (finding for finding in self._recorder.findings[before:] if finding.kind == "host wait")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -39,18 +38,12 @@ def test_every_file_may_be_standard_output(
     arguments = ("--model", "gpt2", "--mesh", "dp_shard=8")
     for option, key in (
         ("--json", "exchanges"),
-        ("--trace", "traceEvents"),
         ("--save-model", "params"),
-        ("--save-rates", "inside"),
     ):
         assert json.loads(plan(capsys, *arguments, option, "-"))[key]
-    if importlib.util.find_spec("plotly") is not None:
-        text = plan(capsys, *arguments, "--html", "-")
-        assert text.startswith("<!")
-        assert text.endswith("</html>\n")
     assert list(tmp_path.iterdir()) == []
-    message = refusal(capsys, *arguments, "--json", "-", "--save-rates", "-")
-    assert "--json and --save-rates are all for standard output" in message
+    message = refusal(capsys, *arguments, "--json", "-", "--save-model", "-")
+    assert "--json and --save-model are all for standard output" in message
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")

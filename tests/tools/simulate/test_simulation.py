@@ -23,7 +23,7 @@ from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.modules import describe_module
 from meshmuon.tools.simulate.report import Figures, build_report, bytes_between_blocks
 from meshmuon.tools.simulate.sharding import MeshAxes
-from meshmuon.tools.simulate.simulation import MuonOptions, SimulatedStage, Simulation, Workload
+from meshmuon.tools.simulate.simulation import MuonOptions, Simulation, Workload
 from tests.support.plans import random_plan
 from tests.tools.predict.test_calibration import MEASURED
 
@@ -267,20 +267,6 @@ def test_the_prediction_of_a_calibrated_cluster_is_that_of_the_doctor(mesh: str,
     assert simulation.seconds == predicted.seconds
     assert stage.timeline.seconds_by_kind == predicted.seconds_by_kind
     assert report_of(simulation).step.seconds == predicted.seconds
-
-
-@pytest.mark.parametrize("name", ["h100", "cpu"])
-@pytest.mark.parametrize("mesh", ["dp_shard=8", "pp=2,dp_shard=8", "dp_replicate=2,dp_shard=32"])
-def test_the_rates_of_a_machine_predict_what_the_machine_does(mesh: str, name: str) -> None:
-    """Also where each pipeline stage is on one node of several."""
-    machine = replace(load_machine(name), ranks_per_node=8)
-    simulation = simulate(load_model("gpt2"), mesh, machine)
-    rated = machine.with_calibration(machine.as_calibration(simulation.sharding.ranks))
-    for stage in simulation.stages:
-        stages = (SimulatedStage.of(stage.planned, one, simulation.options) for one in (machine, rated))
-        by_machine, by_rates = (timed.timeline for timed in stages)
-        assert by_machine.seconds_by_kind == by_rates.seconds_by_kind
-        assert by_machine.seconds == by_rates.seconds
 
 
 def row(label: str, seconds: float, *, refused: str = "") -> Figures:

@@ -1,4 +1,7 @@
-"""examples/ray_train.py under Ray Train with two workers, stopped and continued, against the same loop without Ray."""
+"""examples/ray_train.py under Ray Train with two workers, stopped and continued, against the same loop without Ray.
+
+``make test-trainers`` runs this: the development install has no Ray.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.processes import results_of, run_ranks
 
-from ..example_cases import EXAMPLES
+from .example_cases import EXAMPLES
 
 sys.path.insert(0, str(EXAMPLES))
 import ray_train
