@@ -3,10 +3,10 @@
     python -m tests.spine.write_plans             # writes the file
     python -m tests.spine.write_plans --compare   # today's plans by default, each ÷ the best of the file
 
-It was run once, on meshmuon 0.1.0, while an optimizer still compared plans by itself, and takes 10 to 30 minutes. The
-file is what later plans by default are compared with, so it is not written anew when they change. Each row has the
-seconds, the exchange buffers and the options of the plan by default and of the fastest whose buffers are allowed, and
-[seconds, buffers] of every option that ``benchmarks/choices.py`` sets by hand. All are predicted by the machine
+It was written once, by meshmuon 0.1.0, while an optimizer still compared plans by itself, and takes 10 to 30 minutes.
+The file is what later plans by default are compared with, so it is not written anew when they change. Each row has
+seconds, exchange buffers and options of the plan by default and of the fastest whose buffers are allowed, and [seconds,
+buffers] of every option that ``benchmarks/choices.py`` sets by hand. All are predicted by the machine
 ``plans/h100.json``; the rates that follow from it for a job inside a node and for one on several are in the file, and
 each row names its own.
 """
@@ -36,12 +36,9 @@ def report_of(row: dict[str, Any]) -> dict[str, Any]:
     """What ``meshmuon plan`` predicts of a row's model and mesh, by the machine with which the file was made."""
     command = ["meshmuon", "plan", "--model", row["model"], "--mesh", row["mesh"], "--param-dtype", row["param_dtype"]]
     output = io.StringIO()
-    with (
-        patch.object(sys, "argv", [*command, "--hardware", HARDWARE, "--json", "-"]),
-        contextlib.redirect_stdout(output),
-    ):
-        with contextlib.suppress(SystemExit):
-            runpy.run_module("meshmuon", run_name="__main__")
+    command += ["--hardware", HARDWARE, "--json", "-"]
+    with patch.object(sys, "argv", command), contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        runpy.run_module("meshmuon", run_name="__main__")
     report: dict[str, Any] = json.loads(output.getvalue())
     return report
 
@@ -65,50 +62,39 @@ def write() -> None:
     for name, mesh in choices.ROWS:
         rows.append(_row(choices, name, mesh, rates))
         print(name, mesh, f"{rows[-1]['default']['seconds']:.5f}", f"{rows[-1]['best']['seconds']:.5f}", flush=True)
-    content = {
-        "meshmuon": meshmuon.__version__,
-        "torch": torch.__version__,
-        "hardware": "h100.json",
-        "rates": rates,
-        "rows": rows,
-    }
-    FILE.write_text(as_text(content))
+    versions = {"meshmuon": meshmuon.__version__, "torch": torch.__version__}
+    FILE.write_text(as_text({**versions, "hardware": Path(HARDWARE).name, "rates": rates, "rows": rows}))
 
 
 def as_text(content: dict[str, Any]) -> str:
     """JSON with a line for each of the rates and rows."""
     rates = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in content["rates"].items())
     rows = ",\n".join(f"  {json.dumps(row)}" for row in content["rows"])
-    head = "".join(
-        f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in content.items() if key not in ("rates", "rows")
-    )
+    head = "".join(f" {json.dumps(key)}: {json.dumps(content[key])},\n" for key in ("meshmuon", "torch", "hardware"))
     return f'{{\n{head} "rates": {{\n{rates}\n }},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def _row(choices: Any, name: str, mesh: str, rates: dict[str, Any]) -> dict[str, Any]:
-    """The plans of one row. Rates that no row before had are added to ``rates``."""
+    """The plans of one row, whose rates are added to ``rates``."""
     machine, muon = choices.load_machine(HARDWARE), choices.MuonOptions(param_dtype=torch.bfloat16)
     model, axes = choices.load_model(name), choices.MeshAxes.parse(mesh)
     usual = choices.memory_budget_for(machine.memory_bytes)
     allowed = choices.BUFFERS * usual
     labelled = [("default", muon), *choices.by_hand(muon, usual, replicated=axes.dp_replicate > 1)]
-    plans, rates_of_row = [], None
+    plans, rates_of_row = [], {}
     for label, options in labelled:
         stage = choices.Simulation.run(model, axes, machine, options, choices.Workload(2**22, 0.4)).slowest
         plans.append(_figures(label, stage))
         rates_of_row = rates_of_row or _rates(machine, stage, options)
-    known = next(
-        (key for key, value in rates.items() if value == rates_of_row),
-        "one node" if rates_of_row["between"] is None else "several nodes",
-    )
-    rates[known] = rates_of_row
+    where = "one node" if rates_of_row["between"] is None else "several nodes"
+    assert rates.setdefault(where, rates_of_row) == rates_of_row
     best = min((plan for plan in plans if plan["buffers"] <= allowed), key=lambda plan: plan["seconds"])
     row = {
         "model": name,
         "mesh": mesh,
         "ranks": axes.ranks,
         "param_dtype": "bfloat16",
-        "rates": known,
+        "rates": where,
         "allowed": allowed,
     }
     others = {plan["option"]: [plan["seconds"], plan["buffers"]] for plan in plans[1:]}
