@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,32 +60,69 @@ def build_optimizer(case: Case, params: Sequence[nn.Parameter]) -> Muon:
     return Muon(list(groups.values()), **options)
 
 
+class Run:
+    """A case on this rank: the parameters, the optimizer, and what happens to them step by step."""
+
+    def __init__(self, case: Case) -> None:
+        torch.set_num_threads(case.threads)
+        self.case, self.params = case, _parameters(case)
+        self.optimizer = build_optimizer(case, self.params)
+        self._scaler = None if case.loss_scale is None else torch.amp.GradScaler("cpu", init_scale=case.loss_scale)
+        self._offloaded = False
+
+    def steps(self, numbers: range) -> None:
+        for step in numbers:
+            self._before(step)
+            logits = {} if step not in self.case.logits else {"qk_logits": {0: torch.tensor(self.case.logits[step])}}
+            scaler = self._scaler
+            _give_gradients(
+                self.case, self.params, step, 1.0 if scaler is None else scaler.scale(torch.ones(())).item()
+            )
+            if scaler is None:
+                self.optimizer.step(**logits)
+                continue
+            scaler.step(self.optimizer, **logits)
+            spoilt = any(at == step for at, *_ in self.case.spoilt)
+            scaler.update(scaler.get_scale() / 2 if spoilt else scaler.get_scale())
+
+    def _before(self, step: int) -> None:
+        if step == self.case.reloads:
+            self._reload()
+        if step in self.case.offloads:
+            self._offloaded = not self._offloaded
+            (self.optimizer.turn_on_cpu_offload if self._offloaded else self.optimizer.turn_off_cpu_offload)()
+        if self.case.lrs:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.case.lrs[step]
+
+    def _reload(self) -> None:
+        state = self.state_dict()
+        self.optimizer = build_optimizer(self.case, self.params)
+        self.optimizer.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        if isinstance(self.optimizer, DistMuon):
+            self.optimizer.consolidate()
+        return self.optimizer.state_dict()
+
+    def outcome(self) -> Outcome:
+        outcome = Outcome(facts={"skipped steps": self.optimizer.skipped_steps, "digest": self.optimizer.plan().digest})
+        saved = self.state_dict()
+        names = [name for group in saved["param_groups"] for name in group["param_names"]]
+        for param, tensor in zip(self.case.params, self.params, strict=True):
+            outcome.tensors[param.name, "weight"] = shards_of(tensor.detach())
+            for key, value in saved["state"].get(names.index(param.name), {}).items():
+                outcome.tensors[param.name, key] = shards_of(value)
+        return outcome
+
+
 def run(case: Case) -> Outcome:
     """All steps of a case on this rank."""
-    torch.set_num_threads(case.threads)
-    params = _parameters(case)
-    optimizer = build_optimizer(case, params)
-    scaler = None if case.loss_scale is None else torch.amp.GradScaler("cpu", init_scale=case.loss_scale)
-    offloaded = False
+    running = Run(case)
     if case.prepares:
-        optimizer.prepare()
-    for step in range(case.steps):
-        if step == case.reloads:
-            optimizer = _reloaded(case, params, optimizer)
-        if step in case.offloads:
-            offloaded = not offloaded
-            (optimizer.turn_on_cpu_offload if offloaded else optimizer.turn_off_cpu_offload)()
-        for group in optimizer.param_groups:
-            group["lr"] = case.lrs[step] if case.lrs else group["lr"]
-        _give_gradients(case, params, step, 1.0 if scaler is None else scaler.scale(torch.ones(())).item())
-        logits = {} if step not in case.logits else {"qk_logits": {0: torch.tensor(case.logits[step])}}
-        if scaler is None:
-            optimizer.step(**logits)
-        else:
-            scaler.step(optimizer, **logits)
-            spoilt = any(at == step for at, *_ in case.spoilt)
-            scaler.update(scaler.get_scale() / 2 if spoilt else scaler.get_scale())
-    return _outcome(case, params, optimizer)
+        running.optimizer.prepare()
+    running.steps(range(case.steps))
+    return running.outcome()
 
 
 def _parameters(case: Case) -> list[nn.Parameter]:
@@ -124,28 +162,6 @@ def _give_gradients(case: Case, params: Sequence[nn.Parameter], step: int, loss_
             tensor.grad = whole * loss_scale
 
 
-def _reloaded(case: Case, params: Sequence[nn.Parameter], optimizer: Muon) -> Muon:
-    if isinstance(optimizer, DistMuon):
-        optimizer.consolidate()
-    state = optimizer.state_dict()
-    optimizer = build_optimizer(case, params)
-    optimizer.load_state_dict(state)
-    return optimizer
-
-
-def _outcome(case: Case, params: Sequence[nn.Parameter], optimizer: Muon) -> Outcome:
-    outcome = Outcome(facts={"skipped steps": optimizer.skipped_steps, "digest": optimizer.plan().digest})
-    if isinstance(optimizer, DistMuon):
-        optimizer.consolidate()
-    saved = optimizer.state_dict()
-    names = [name for group in saved["param_groups"] for name in group["param_names"]]
-    for param, tensor in zip(case.params, params, strict=True):
-        outcome.tensors[param.name, "weight"] = shards_of(tensor.detach())
-        for key, value in saved["state"].get(names.index(param.name), {}).items():
-            outcome.tensors[param.name, key] = shards_of(value)
-    return outcome
-
-
 def shards_of(tensor: Tensor) -> Shards:
     indices = torch.arange(tensor.numel()).view(tensor.shape)
     if isinstance(tensor, DTensor):
@@ -163,7 +179,7 @@ def assembled(ranks: Sequence[Outcome]) -> dict[tuple[str, str], Tensor]:
     for name in ranks[0].tensors:
         parts = [outcome.tensors[name] for outcome in ranks]
         assert all(part.shape == parts[0].shape for part in parts), f"{name}: ranks have other shapes"
-        size = parts[0].shape.numel() if isinstance(parts[0].shape, torch.Size) else torch.Size(parts[0].shape).numel()
+        size = math.prod(parts[0].shape)
         value, seen = parts[0].values.new_zeros(size), torch.zeros(size, dtype=torch.bool)
         for rank, part in enumerate(parts):
             again = seen[part.indices]
