@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from torch import Tensor
 
-from .cases import CASES
+from .cases import CASES, FEATURES, LAYOUTS
 from .ranks import Ranks
 from .run import Outcome, assembled, run, same_bits
 
@@ -34,6 +34,11 @@ def test_same_bits_as_one_device(name: str, ranks: Ranks) -> None:
     for outcome in outcomes:
         assert outcome.facts["skipped steps"] == expected.facts["skipped steps"]
         assert outcome.facts["digest"] == outcomes[0].facts["digest"]
+
+
+def test_every_feature_and_every_layout_is_in_some_case() -> None:
+    assert {name.split(" | ")[0] for name in CASES} == set(FEATURES)
+    assert {name.split(" | ")[1] for name in CASES} == set(LAYOUTS)
 
 
 def _apart(a: Tensor, b: Tensor) -> str:
