@@ -106,7 +106,10 @@ class Case:
 
     @property
     def on_one_device(self) -> Case:
-        return replace(self, layout=ONE_DEVICE)
+        """The same without what must change no bit: a layout, offload, ``prepare()``, loading its own state,
+        threads.
+        """
+        return replace(self, layout=ONE_DEVICE, offloads=(), prepares=False, reloads=None, threads=1)
 
     @property
     def averaged(self) -> bool:
