@@ -1,7 +1,6 @@
 """A case: a model, where it lies, what the optimizer is told, and what happens to it step by step. Plain data.
 
-``Param``, ``Layout`` and ``Case`` are all that a run depends on: the same case on one device differs in its layout
-alone.
+``Param``, ``Layout`` and ``Case`` are all that a run depends on.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where parameters lie. A kind without a place of its own lies as ``matrix`` says; None is a plain tensor on
-    each rank.
-    """
+    """Where parameters lie. A kind without a place of its own lies as ``matrix`` says; None is a plain tensor."""
 
     world: int = 1
     # name → shape over all ranks in order, or "name/axis" → () for the slice of an axis ("a", "b", …) of another mesh
@@ -106,9 +103,7 @@ class Case:
 
     @property
     def on_one_device(self) -> Case:
-        """The same without what must change no bit: a layout, offload, ``prepare()``, loading its own state,
-        threads.
-        """
+        """Without what must change no bit: a layout, offload, ``prepare()``, loading its own state, threads."""
         return replace(self, layout=ONE_DEVICE, offloads=(), prepares=False, reloads=None, threads=1)
 
     @property
@@ -130,9 +125,7 @@ def initial(case: Case, k: int) -> Tensor:
 
 
 def gradient(case: Case, step: int, k: int) -> Tensor | None:
-    """The whole gradient of parameter ``k`` as one device has it: the mean where ranks average, zeros where one
-    lacks it.
-    """
+    """The whole gradient of parameter ``k`` on one device: the mean where ranks average, zeros where one lacks it."""
     value = of_rank(case, step, k, 0)
     if value is None:
         return None

@@ -18,8 +18,7 @@ R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 STRIDED, STRIDED_ROWS = _StridedShard(0, split_factor=2), _StridedShard(1, split_factor=2)
 HALF, DOUBLE = torch.bfloat16, torch.float64
 
-# Coefficients of Polar Express as its authors published them (arXiv:2505.16932, appendix), given to the optimizer as a
-# list.
+# Polar Express as its authors published it (arXiv:2505.16932, algorithm 1), without their safety factor.
 PUBLISHED = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),

@@ -1,5 +1,4 @@
-"""Muon written plainly: one matrix after the other, in float64, from formulas. It knows nothing of ranks, batches or
-forms.
+"""Muon written plainly: one matrix after the other, in float64, from formulas; no ranks, batches or forms.
 
     M ← momentum·M + G,   U = G + momentum·M with Nesterov, else M,
     p ← p·(1 − lr·weight_decay),   p ← p − lr·factor(outputs, inputs)·rules(orthogonal(rules(U))).
@@ -24,8 +23,7 @@ from meshmuon import Interleaved, MuonEq, NorMuon
 from .case import Case, Param, gradient, initial
 
 KELLER = ((3.4445, -4.7750, 2.0315),) * 5
-# The best sum of a quintic and two poles on [1e-3, 1]: constant, poles, weights, linear, quadratic; all but the poles
-# are scaled.
+# The scheme "hybrid": constant, poles, weights, linear, quadratic; all but the poles are scaled.
 HYBRID_SCALE = 0.9965
 HYBRID = (
     3.1704018547661341,
@@ -54,9 +52,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Rounding:
-    """Moves numbers at random within what a dtype of p bits rounds: 2⁻ᵖ of each, √k times that of the parts of a
-    sum of k.
-    """
+    """Moves numbers at random within what p bits round: 2⁻ᵖ of each, √k times that of the parts of a sum of k."""
 
     def __init__(self, seed: int) -> None:
         # whether polynomials are evaluated at X·Xᵀ and multiplied by X at the end, or step by step

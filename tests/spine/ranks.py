@@ -1,6 +1,4 @@
-"""Ranks as processes that stay between cases: each case is sent to as many as it needs, in a process group of its
-own.
-"""
+"""Ranks as processes that stay between cases: each is sent to as many as it needs, in a process group of its own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Runs a case on this rank through public names alone: the constructor, ``prepare``, ``step``, ``state_dict`` and
-``plan``.
-"""
+"""Runs a case on this rank through public names alone: constructor, ``prepare``, ``step``, ``state_dict``, ``plan``."""
 
 from __future__ import annotations
 

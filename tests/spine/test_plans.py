@@ -1,7 +1,6 @@
-"""Plans by default against the fastest that a search has found: ``plans/best.json``, which ``write_plans.py`` has
-written.
+"""Plans by default against the fastest that a search has found: ``plans/best.json``.
 
-``python -m tests.spine.write_plans --compare`` shows all rows.
+``write_plans.py`` has written it; ``python -m tests.spine.write_plans --compare`` shows all rows.
 """
 
 from __future__ import annotations

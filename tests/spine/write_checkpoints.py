@@ -154,9 +154,7 @@ def _plain(running: Run) -> dict[str, Any]:
 
 
 def load(name: str, folder: Path, layout: Layout | None = None) -> Outcome:
-    """Runs on each rank of a new run, whose weights are zeros before, and goes on to the end; on another layout if
-    given.
-    """
+    """Runs on each rank of a new run, whose weights are zeros before, to its end; on another layout if given."""
     chosen = KINDS[name]
     running = Run(replace(chosen.case, layout=layout or chosen.case.layout))
     with torch.no_grad():
