@@ -147,6 +147,17 @@ FEATURES: dict[str, Case] = {
     ),
     "coming and going": Case(COMING_AND_GOING, options={**KELLER, "rule": "normuon"}),
     "lacking": Case(LACKING, options=KELLER, ranks=3),
+    "experts lacking": Case(
+        with_fields(
+            (*EXPERTS[:4], *MIXED[-2:]),
+            {
+                "layers.0.experts.odd": {"lacking": ((0, 2), (2, 0))},
+                "layers.1.experts.few": {"lacking": ((1, 0), (1, 1))},
+            },
+        ),
+        options={**KELLER, "rule": "normuon"},
+        ranks=3,
+    ),
     "frozen": Case(FROZEN, options=KELLER),
     "GradScaler": Case(MIXED, options=KELLER, loss_scale=1024.0, spoilt=((1, "layers.0.wo", torch.inf),)),
     "skip": Case(
@@ -192,6 +203,7 @@ LAYOUTS: dict[str, Layout] = {
     "TP by columns × FSDP": Layout(4, _PLANE, ("plane", (S0, S1)), adamw=("plane", (S0, R))),
     "2 TP × 2 replicate × 2 shard": Layout(8, {"cube": (2, 2, 2)}, ("cube", (R, S0, S1)), adamw=("cube", (R, S0, R))),
     "EP": Layout(4, {"ep": (4,)}, ("ep", (S0,)), ("ep", (S0,)), adamw=("ep", (S0,))),
+    "EP × 3": Layout(3, {"ep": (3,)}, ("ep", (S0,)), ("ep", (S0,)), adamw=("ep", (S0,))),
     "EP, replicated rest": Layout(2, {"ep": (2,)}, ("ep", (R,)), ("ep", (S0,)), adamw=("ep", (R,))),
     "EP × FSDP": Layout(
         4, {"flat": (4,), "plane": (2, 2)}, ("flat", (S0,)), ("plane", (STRIDED, S0)), adamw=("flat", (S0,))
@@ -224,6 +236,7 @@ _RUNS: Mapping[str, tuple[str, ...]] = {
     "rational": ("FSDP × 4", "HSDP"),
     "experts": (
         "EP",
+        "EP × 3",
         "EP, replicated rest",
         "EP × FSDP",
         "EP × FSDP by rows",
@@ -248,6 +261,7 @@ _RUNS: Mapping[str, tuple[str, ...]] = {
     "QK-clip": ("FSDP × 3", "TP by columns", "TP by rows × FSDP"),
     "coming and going": ("FSDP × 2", "HSDP", "TP by columns × FSDP", "NCCL-like HSDP"),
     "lacking": ("FSDP × 3",),
+    "experts lacking": ("EP × 3",),
     "frozen": ("FSDP × 3", "TP by rows"),
     "GradScaler": ("FSDP × 2", "HSDP"),
     "skip": ("FSDP × 4", "TP by columns × FSDP", "DDP"),

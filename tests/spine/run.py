@@ -71,7 +71,9 @@ class Run:
     def steps(self, numbers: range) -> None:
         for step in numbers:
             self._before(step)
-            logits = {} if step not in self.case.logits else {"qk_logits": {0: torch.tensor(self.case.logits[step])}}
+            logits: dict[str, Any] = {}
+            if step in self.case.logits:
+                logits["qk_logits"] = {0: torch.tensor(self.case.logits[step])}
             scaler = self._scaler
             _give_gradients(
                 self.case, self.params, step, 1.0 if scaler is None else scaler.scale(torch.ones(())).item()

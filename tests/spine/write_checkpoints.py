@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 import meshmuon
 
-from .case import Case, Layout, Param
+from .case import ONE_DEVICE, Case, Layout, Param
 from .cases import EXPERTS, FUSED, HALF, KELLER, LARGE, LAYOUTS, in_dtype
 from .ranks import Ranks
 from .run import Outcome, Run, assembled
@@ -67,8 +67,8 @@ class Kind:
 
 def kind(layout: str, how: Literal["plain", "dcp", "full"], params: tuple[Param, ...] = MODEL, **fields: Any) -> Kind:
     options = {**KELLER, **fields.pop("options", {})}
-    lies = {"layout": LAYOUTS[layout]} if layout else {}
-    return Kind(Case(params, options=options, steps=STEPS, **lies, **fields), how)
+    lies = LAYOUTS[layout] if layout else ONE_DEVICE
+    return Kind(Case(params, lies, options, steps=STEPS, **fields), how)
 
 
 STOCHASTIC = {**LARGE, "rounding": "stochastic"}

@@ -81,7 +81,8 @@ def _row(choices: Any, name: str, mesh: str, rates: dict[str, Any]) -> dict[str,
     usual = choices.memory_budget_for(machine.memory_bytes)
     allowed = choices.BUFFERS * usual
     labelled = [("default", muon), *choices.by_hand(muon, usual, replicated=axes.dp_replicate > 1)]
-    plans, rates_of_row = [], {}
+    plans: list[dict[str, Any]] = []
+    rates_of_row: dict[str, Any] = {}
     for label, options in labelled:
         stage = choices.Simulation.run(model, axes, machine, options, choices.Workload(2**22, 0.4)).slowest
         plans.append(_figures(label, stage))
@@ -129,7 +130,8 @@ def _rates(machine: Any, stage: Any, options: Any) -> dict[str, Any]:
         momentum=(options.momentum_dtype or torch.float32).itemsize,
         wire=max((param.wire.itemsize for param in plan.params), default=4),
     )
-    return json.loads(json.dumps(asdict(rates)))
+    as_json: dict[str, Any] = json.loads(json.dumps(asdict(rates)))
+    return as_json
 
 
 if __name__ == "__main__":
