@@ -203,7 +203,7 @@ def host(model: Model, contenders: Sequence[Contender], options: argparse.Namesp
 
 def rivals(result: dict[str, Any], least_error: float = 0.0) -> list[str]:
     """The measured float32 contenders that are not ours and leave at least this error, the fastest first."""
-    names = [c.name for c in KNOWN if c.dtype == "fp32" and c.is_muon and not c.name.startswith(OURS)]
+    names = [c.name for c in CONTENDERS if c.dtype == "fp32" and c.is_muon and not c.name.startswith(OURS)]
     measured = [
         name for name in names if name in result["steps"] and result["worst_error"][name] * ROUNDING >= least_error
     ]
@@ -217,7 +217,7 @@ def time_ratio(result: dict[str, Any], name: str, rival: str) -> Quartiles:
 
 def show_accuracy(result: dict[str, Any], report: Report) -> None:
     """All that orthogonalise, with what their schemes cost and leave."""
-    schemes = {c.name: c.scheme for c in KNOWN}
+    schemes = {c.name: c.scheme for c in CONTENDERS}
     rows = []
     for name, flops in result["flops"].items():
         error = result["worst_error"][name]
@@ -249,7 +249,7 @@ def show_accuracy(result: dict[str, Any], report: Report) -> None:
 
 
 def show_model(result: dict[str, Any], report: Report) -> None:
-    dtypes = {contender.name: contender.dtype for contender in KNOWN}
+    dtypes = {contender.name: contender.dtype for contender in CONTENDERS}
     rows = []
     for name, step in result["steps"].items():
         memory, host_time = result["memory"].get(name), result["host"].get(name)
