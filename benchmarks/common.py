@@ -27,29 +27,49 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from figures import draw
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
+from meshmuon import Workspace
+from meshmuon.ortho import (
+    Orthogonalizer,
+    Scheme,
+    Scratch,
+    blocks_for,
+    call_scheme,
+    iterate,
+    reserve_scratch,
+    scheme_for,
+)
+from meshmuon.ortho.kernels.products import products_for
+
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
     "COLOURS",
     "KELLER",
+    "SHAPE",
     "Benchmark",
     "Goal",
     "Quartiles",
     "Report",
     "Samples",
     "Step",
+    "draw",
     "float32_newton_schulz",
+    "log_axis",
     "make_parser",
+    "matrix_with",
+    "plain_number",
+    "prepare",
     "quartiles",
     "race",
     "ratio",
+    "worst_error",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,6 +193,169 @@ def float32_newton_schulz(grad: Tensor, coefficients: tuple[float, float, float]
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if grad.size(0) > grad.size(1) else x
+
+
+# How far from orthogonal an update ends: measured by SVD, on spectra in [1e-3, 1] relative to the Frobenius norm, the
+# range that all schemes promise to bring near 1.
+LEAST = 1e-3  # smallest singular value ÷ Frobenius norm
+SHAPE = (256, 512)
+
+
+def _log_spaced(count: int) -> Tensor:
+    """From the largest down to ``LEAST``, equal factors apart."""
+    low, high = -8.0, 0.0  # of log10(smallest ÷ largest): find the ratio at which the smallest is LEAST of the norm
+    for _ in range(60):
+        middle = (low + high) / 2
+        values = torch.logspace(0, middle, count, dtype=torch.float64)
+        low, high = (middle, high) if values[-1] / values.norm() < LEAST else (low, middle)
+    return torch.logspace(0, high, count, dtype=torch.float64)
+
+
+def _spiked(count: int) -> Tensor:
+    """One large value; all others are as small as the schemes allow."""
+    values = torch.full((count,), LEAST * 1.01, dtype=torch.float64)
+    values[0] = (1 - float(values[1:].square().sum())) ** 0.5
+    return values
+
+
+def _two_levels(count: int) -> Tensor:
+    """A quarter large and equal, the rest small and equal."""
+    values = torch.ones(count, dtype=torch.float64)
+    values[count // 4 :] = 1.05 * LEAST * (count // 4) ** 0.5
+    return values
+
+
+def _low_rank(count: int) -> Tensor:
+    """A quarter of the directions log-spaced, the others exactly zero."""
+    values = torch.zeros(count, dtype=torch.float64)
+    values[: count // 4] = _log_spaced(count // 4)
+    return values
+
+
+SPECTRA: dict[str, Callable[[int], Tensor]] = {
+    "log-spaced": _log_spaced,
+    "spiked": _spiked,
+    "two levels": _two_levels,
+    "low rank": _low_rank,
+}
+
+
+def matrix_with(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
+    """A rows × cols float32 matrix with these singular values and random directions."""
+    generator = torch.Generator().manual_seed(seed)
+    left, _ = torch.linalg.qr(torch.randn(rows, len(values), dtype=torch.float64, generator=generator))
+    right, _ = torch.linalg.qr(torch.randn(cols, len(values), dtype=torch.float64, generator=generator))
+    matrix: Tensor = (left * (values / values.norm())) @ right.mT
+    return matrix.float()
+
+
+def worst_error(orthogonalise: Callable[[Tensor], Tensor], rows: int = SHAPE[0], cols: int = SHAPE[1]) -> float:
+    """The largest distance from 1 at which a singular value ends, over all spectra; directions that were zero do
+    not count.
+    """
+    worst = 0.0
+    for spectrum in SPECTRA.values():
+        values = spectrum(min(rows, cols))
+        update = orthogonalise(matrix_with(values, rows, cols))
+        ended = torch.linalg.svdvals(update.double())[: int(values.count_nonzero())]
+        worst = max(worst, float((ended - 1).abs().max()))
+    return worst
+
+
+def prepare(
+    batches: Sequence[Tensor], scheme: Scheme | Orthogonalizer, dtype: torch.dtype = torch.float32
+) -> Callable[[], None]:
+    """What orthogonalises all batches, (count, rows, cols), into memory of its own; they share one workspace."""
+    workspace, outs = Workspace(), [torch.empty_like(batch) for batch in batches]
+    chosen = [scheme_for(scheme, batch.size(1), batch.size(2), dtype) for batch in batches]
+    for batch, own in zip(batches, chosen, strict=True):
+        reserve_scratch(batch, own, form="auto", dtype=dtype, workspace=workspace)
+    calls = [_call(batch, out, own, dtype, workspace) for batch, out, own in zip(batches, outs, chosen, strict=True)]
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _call(
+    batch: Tensor, out: Tensor, scheme: Scheme | Orthogonalizer, dtype: torch.dtype, workspace: Workspace
+) -> Callable[[], None]:
+    if not isinstance(scheme, Scheme):
+
+        def call() -> None:
+            out.copy_(call_scheme(scheme, batch))
+
+    else:
+        scratch, products = Scratch(workspace, batch, dtype, out), products_for(batch.device)
+        blocks = blocks_for(batch.size(1), batch.size(2), scheme, form="auto", dtype=dtype)
+
+        def call() -> None:
+            iterate(batch, scheme.steps, blocks, scratch, products)
+
+    return call
+
+
+_TEXT = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
+STYLE: dict[Any, Any] = {
+    **dict.fromkeys(_TEXT, "#7a7a7a"),
+    **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), "none"),
+    "font.size": 10.0,
+    "axes.titlesize": 11.0,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 9.0,
+}
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def plain_number(value: float) -> str:
+    """A tick as people write it: 0.25, 64, 10,000; powers of ten only where a row of zeros would have to be counted.
+
+    >>> [plain_number(value) for value in (0.001, 0.25, 64, 4096, 100000, 1e-6)]
+    ['0.001', '0.25', '64', '4,096', '100,000', '10⁻⁶']
+    """
+    if value and not 1e-3 <= abs(value) < 1e6:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        power = "10" + str(int(exponent)).translate(_SUPERSCRIPTS)
+        return power if float(mantissa) == 1 else f"{float(mantissa):g}·{power}"
+    return f"{value:,.4f}".rstrip("0").rstrip(".") if abs(value) < 10 else f"{value:,.0f}"
+
+
+def log_axis(axes: Axes, which: str, ticks: list[float] | None = None) -> None:
+    """A logarithmic axis, ``"x"`` or ``"y"``, with plain numbers at ``ticks``, or at 1, 2 and 5 times the powers of
+    ten.
+    """
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axis.get_view_interval()
+    narrow = high / low < 1e3
+    axis.set_major_locator(
+        FixedLocator(ticks) if ticks else LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12)
+    )
+    axis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def draw(plot: Callable[[Figure], None], size: tuple[float, float], path: Path) -> None:
+    """Lets ``plot`` draw on a figure of ``size`` inches and writes it."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        plot(figure)
+        figure.savefig(path, dpi=130)
 
 
 @dataclass(frozen=True, slots=True)

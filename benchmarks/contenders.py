@@ -22,8 +22,12 @@ from unittest import mock
 
 import torch
 import torch.optim._muon as torch_muon
-from accuracy import worst_error
-from common import KELLER, Step, float32_newton_schulz
+from common import (
+    KELLER,
+    Step,
+    float32_newton_schulz,
+    worst_error,
+)
 from models import Model
 from torch import Tensor, nn
 
@@ -260,8 +264,8 @@ CONTENDERS = (
 )
 
 
-def available(shown: Callable[[str], None], peers: Sequence[Contender] = ()) -> list[Contender]:
-    """The contenders that can run here, ``peers`` included; says which cannot."""
+def available(shown: Callable[[str], None]) -> list[Contender]:
+    """The contenders that can run here; says which cannot."""
     contenders = []
     for contender in CONTENDERS:
         try:
@@ -273,7 +277,7 @@ def available(shown: Callable[[str], None], peers: Sequence[Contender] = ()) -> 
             shown(f"{contender.name} is left out: {error}. `pip install 'meshmuon[bench]'` brings it.")
         else:
             contenders.append(contender)
-    return sorted([*contenders, *peers], key=lambda contender: not contender.is_muon)  # the floor comes last
+    return sorted(contenders, key=lambda contender: not contender.is_muon)  # the floor comes last
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import Goal, Report
-from figures import log_axis
+from common import (
+    Goal,
+    Report,
+    log_axis,
+)
 
 from meshmuon.plan.prediction import SECONDS_PER_LAUNCH
 from meshmuon.tools.predict.launches import Launches

@@ -31,8 +31,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
-from common import COLOURS, Goal, Quartiles, Report
-from figures import plain_number
+from common import (
+    COLOURS,
+    Goal,
+    Quartiles,
+    Report,
+    plain_number,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,6 @@ With one thread the ratios are of process time, which other processes do not len
 
     python benchmarks/single_device.py
     python benchmarks/single_device.py --models MoE ViT --rounds 9
-    python benchmarks/single_device.py --peer dion=~/dion --peer Emerging-Optimizers=~/Emerging-Optimizers
 """
 
 from __future__ import annotations
@@ -28,8 +27,18 @@ from unittest import mock
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from accuracy import SHAPE
-from common import COLOURS, Goal, Quartiles, Report, Step, race, ratio
+from common import (
+    COLOURS,
+    SHAPE,
+    Goal,
+    Quartiles,
+    Report,
+    Step,
+    plain_number,
+    prepare,
+    race,
+    ratio,
+)
 from contenders import (
     CONTENDERS,
     FLOOR,
@@ -42,11 +51,8 @@ from contenders import (
     enter,
     error_by_svd,
 )
-from figures import plain_number
 from memory import Allocations, allocations_of
 from models import MODELS, QUICK_MODELS, Model
-from peers import PEERS, find_peer
-from prepared import prepare
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshmuon import Muon, keller
@@ -61,7 +67,6 @@ ALONE = "orthogonalisation alone"
 TORCH = "torch.optim.Muon, fp32"
 AUTO = "meshmuon, auto"
 POLAR_EXPRESS = "meshmuon, polar_express"
-KNOWN = (*CONTENDERS, *(peer.contender for peer in PEERS.values()))
 ROUNDING = 1.02  # errors this close are equal: they differ by rounding
 
 
@@ -198,7 +203,7 @@ def host(model: Model, contenders: Sequence[Contender], options: argparse.Namesp
 
 def rivals(result: dict[str, Any], least_error: float = 0.0) -> list[str]:
     """The measured float32 contenders that are not ours and leave at least this error, the fastest first."""
-    names = [c.name for c in KNOWN if c.dtype == "fp32" and c.is_muon and not c.name.startswith(OURS)]
+    names = [c.name for c in CONTENDERS if c.dtype == "fp32" and c.is_muon and not c.name.startswith(OURS)]
     measured = [
         name for name in names if name in result["steps"] and result["worst_error"][name] * ROUNDING >= least_error
     ]
@@ -212,7 +217,7 @@ def time_ratio(result: dict[str, Any], name: str, rival: str) -> Quartiles:
 
 def show_accuracy(result: dict[str, Any], report: Report) -> None:
     """All that orthogonalise, with what their schemes cost and leave."""
-    schemes = {c.name: c.scheme for c in KNOWN}
+    schemes = {c.name: c.scheme for c in CONTENDERS}
     rows = []
     for name, flops in result["flops"].items():
         error = result["worst_error"][name]
@@ -244,7 +249,7 @@ def show_accuracy(result: dict[str, Any], report: Report) -> None:
 
 
 def show_model(result: dict[str, Any], report: Report) -> None:
-    dtypes = {contender.name: contender.dtype for contender in KNOWN}
+    dtypes = {contender.name: contender.dtype for contender in CONTENDERS}
     rows = []
     for name, step in result["steps"].items():
         memory, host_time = result["memory"].get(name), result["host"].get(name)
@@ -348,7 +353,7 @@ def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
-    contenders = available(report.note, [PEERS[name].contender for name in options.peer])
+    contenders = available(report.note)
     shape = (16, 32) if options.quick else SHAPE
     errors = {contender.name: error_by_svd(contender, *shape) for contender in contenders if contender.is_muon}
     results = []
@@ -361,7 +366,7 @@ def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]
 
 def show(results: Sequence[dict[str, Any]], report: Report) -> None:
     """The tables are shown while measuring; what is left is how contenders differ."""
-    for contender in KNOWN:
+    for contender in CONTENDERS:
         if contender.differs and contender.name in results[0]["host"]:
             report.note(f"{contender.name}: {contender.differs}")
 
@@ -374,15 +379,6 @@ def models_for(options: argparse.Namespace) -> list[Model]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=None, help="names of models (default all)")
     parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help=(
-            f"an optimizer that pip does not find, by the root of its checkout ({', '.join(PEERS)}); may be given again"
-        ),
-    )
-    parser.add_argument(
         "--seconds", type=float, default=20.0, help="no round starts later, per model (default 20, twice where costly)"
     )
 
@@ -391,10 +387,6 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     if not models_for(options):
         known = [model.name for model in (QUICK_MODELS if options.quick else MODELS)]
         parser.error(f"no model is called {options.models}; there are {known}")
-    try:
-        options.peer = [find_peer(given) for given in options.peer]  # names only: results tell no paths
-    except ValueError as error:
-        parser.error(str(error))
 
 
 BENCHMARK = common.Benchmark(
