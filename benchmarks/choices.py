@@ -85,7 +85,6 @@ def by_hand(options: MuonOptions, usual: int, *, replicated: bool) -> Iterator[t
         yield f"memory_budget={budget >> 20}M", replace(options, memory_budget=budget)
     for ahead in (1, 3, 8, 11):
         yield f"waves_ahead={ahead}", replace(options, waves_ahead=ahead)
-    yield "no relays", replace(options, max_peers=None)
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:

@@ -124,13 +124,13 @@ class Executor(StepExecutor):
 
     def warm_up(self, attempt: int) -> None:
         exchanging = (*self._program.waves, *self._program.rule_states)
-        hops = [hop for each in exchanging for exchange in (each.gather, each.scatter) for hop in exchange.hops]
+        prepared = [one for each in exchanging for one in (each.gather, each.scatter)]
         if (exchange := self._exchange) is None or self._meets_on is None:
             return
-        # As many on all ranks, which all have these hops. Without any, metrics and masks are reduced, which connects
-        # ranks too.
-        for device in dict.fromkeys(hop.sent.device for hop in hops) or (self._meets_on,):
-            splits = [(hop.received_splits, hop.sent_splits) for hop in hops if hop.sent.device == device]
+        # As many on all ranks, which all have these. Without any, metrics and masks are reduced, which connects ranks
+        # too.
+        for device in dict.fromkeys(one.sent.device for one in prepared) or (self._meets_on,):
+            splits = [(one.received_splits, one.sent_splits) for one in prepared if one.sent.device == device]
             nothing = exchange.splits({}), exchange.splits({})
             received, sent = (
                 [max(counts) for counts in zip(*each, strict=True)] for each in zip(nothing, *splits, strict=True)

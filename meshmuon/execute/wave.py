@@ -172,7 +172,7 @@ NO_COPIES = CopyPairs([], [])
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class PreparedExchange:
     """One exchange of the process group: flat views of two buffers, and elements per rank of the group.
 
     A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0,
@@ -183,40 +183,9 @@ class Hop:
     received_splits: list[int]
     sent: Tensor
     sent_splits: list[int]
-    before: CopyPairs = NO_COPIES  # fill ``sent``, where that is not done by others
 
     def start(self, step: RunningStep, phase: str) -> Pending:
+        """Starts it; ``phase`` names it in errors. The step's observer sees all that is sent."""
         assert step.exchange is not None
-        self.before.run(step)
         step.observer.sends(self.sent)
         return step.exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedExchange:
-    """An exchange with its buffers: one hop or, through relays, three: collect, forward, distribute."""
-
-    hops: tuple[Hop, ...]
-    after: CopyPairs = NO_COPIES  # from what the hops have received to where it is needed
-
-    def start(self, step: RunningStep, phase: str) -> StartedExchange:
-        """Starts the first hop; ``phase`` names the exchange in errors. The step's observer sees all that is sent."""
-        return StartedExchange(self, step, phase, self.hops[0].start(step, phase))
-
-
-@dataclass(frozen=True, slots=True)
-class StartedExchange:
-    """An exchange that has started. All ranks wait for those that go through relays in the same order."""
-
-    exchange: PreparedExchange
-    step: RunningStep
-    phase: str
-    first: Pending
-
-    def wait(self) -> None:
-        """Work that is issued after this call sees the received elements. Runs the other hops."""
-        self.first.wait()
-        for hop in self.exchange.hops[1:]:
-            later = hop.start(self.step, self.phase)
-            later.wait()
-        self.exchange.after.run(self.step)

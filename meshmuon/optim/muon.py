@@ -30,7 +30,7 @@ from ..params.metrics_option import MetricsLike, metrics_from
 from ..params.option_table import NonFinitePolicy, ParamGroup, Rounding, group_options, with_options
 from ..params.param_record import named_params
 from ..params.rules import RuleLike
-from ..plan import DEFAULT_MAX_PEERS, CostModelLike, Plan, PlanOptions, Replicas, cost_model_for, cost_model_from
+from ..plan import CostModelLike, Plan, PlanOptions, Replicas, cost_model_for, cost_model_from
 from ..qk_clip.clip import QKClip
 from ..routing.param_groups import param_groups_from
 from ..routing.table import RoutingTable, build_routing_table, is_first_of_ranks
@@ -140,9 +140,7 @@ class Muon(PreparedStep):
         in_flight = options["waves_ahead"] + 1
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces cost model and budget: by the user's, or by those of the parameters' device.
-        self._plan_options = PlanOptions(
-            cost_model_for("cpu"), replicas, chunk_size, in_flight=in_flight, max_peers=DEFAULT_MAX_PEERS
-        )
+        self._plan_options = PlanOptions(cost_model_for("cpu"), replicas, chunk_size, in_flight=in_flight)
         self._comm_dtype = comm_dtype
         self._reference: bool = options["reference_path"]
         self._replica_group = replica_group

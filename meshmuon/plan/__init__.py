@@ -7,13 +7,11 @@ from .machines import Machine, machine_like
 from .nodes import Nodes
 from .plan import Plan, make_plan
 from .plan_data import PlanData, add_local_costs
-from .relays import HopRoutes, Hops, Parcel, Relays, WaveHops
 from .report import bytes_text, counted, how_computed, table
 from .routes import WaveRoutes, WaveSizes, rank_routes, routes_of, slot_sizes, wave_sizes
 from .schedule import Action, Batch, BatchItem, gradient_read_order, most_gathered_ahead, pipeline_order, plan_batches
 from .tasks import (
     DEFAULT_IN_FLIGHT,
-    DEFAULT_MAX_PEERS,
     EVERY_HOLDER,
     NO_WAVE,
     REPLICA_OPTIONS,

@@ -18,7 +18,6 @@ from .timeline import Timeline
 _MOST_COMPARED = 40  # plans; fewer for large models, where each takes a second
 _MOST_TASKS_COMPARED = 200_000  # over all plans
 _MOST_IN_FLIGHT = 16
-_MANY_PEERS = 256  # with which relays may be faster
 _FEW = 8  # ranks for each that may have a matrix in the wave that scatters last
 _WORTH_ALL_MEMORY = 0.02  # of a step: what the exchange buffers must gain if they take as much as they may
 _WORTH_A_START = 1.5  # times the seconds of the best plan so far: what is slower does not catch up by its waves
@@ -37,9 +36,9 @@ def choose_plan(
 
     It starts from the plan of ``make_plan`` and changes one thing at a time, keeping what makes the predicted step
     shorter: which matrices replicas share (if ``replicas`` is "auto"), the memory of a wave, the waves in flight, the
-    number of waves, when heavy matrices have their turn, whether exchanges between nodes go through relays.
-    ``most_buffer_bytes`` limits the exchange buffers of a rank where the user has set no memory for them; None if
-    ``options.budget`` and ``options.in_flight`` are the user's. ``averages`` is for ``DistMuon``.
+    number of waves, when heavy matrices have their turn. ``most_buffer_bytes`` limits the exchange buffers of a rank
+    where the user has set no memory for them; None if ``options.budget`` and ``options.in_flight`` are the user's.
+    ``averages`` is for ``DistMuon``.
     """
     if options.chunk_size > 0:  # which decides alone
         return make_plan(params, options)
@@ -88,8 +87,6 @@ class _Search:
         """
         if len(self._now.plan.ranks) < 2:
             return self._now.plan
-        if self._now.plan.relayed:
-            self._try(max_peers=None)
         if self._left < _MOST_COMPARED:  # of few plans, this gains most
             self._try_heavy()
         if self._most_buffer_bytes is not None:  # all memory, before it is decided what travels
@@ -101,12 +98,6 @@ class _Search:
                 self._now = start
                 ends.append(self._try_exchanges())
         self._now = min(ends, key=lambda end: end.score)
-        if (
-            self._now.options.max_peers is not None
-            and not self._now.plan.relayed
-            and self._now.plan.most_peers > _MANY_PEERS
-        ):
-            self._try(max_peers=_MANY_PEERS)
         return self._now.plan
 
     def _make(self, owned: OwnedMatrices, shared: Iterable[int], options: PlanOptions) -> _Candidate:

@@ -98,7 +98,7 @@ class CostModel:
 def repr_of_given(value: CostModel | Any) -> str:
     """The ``repr`` of a dataclass without fields that are None.
 
-    Part of a plan's digest: on one node and without relays it reads as it did before plans knew of these.
+    Part of a plan's digest: on one node it reads as it did before plans knew of several.
     """
     entries = [(entry.name, getattr(value, entry.name)) for entry in fields(value)]
     return f"{type(value).__name__}({', '.join(f'{name}={given!r}' for name, given in entries if given is not None)})"

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .plan_data import PlanData
-from .relays import Relays
 from .traffic import HeldPiece
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangePeers:
-    """One exchange. Messages are counted as if everything were sent directly."""
+    """One exchange."""
 
     peers: list[int]  # number of peers of each rank, in the order of the plan's ranks
     messages: int  # pairs of ranks of which one sends something to the other
@@ -24,7 +23,7 @@ WavePeers: TypeAlias = list[tuple[ExchangePeers, ExchangePeers]]
 
 
 def count_peers(plan: PlanData) -> WavePeers:
-    """All exchanges; through relays a rank has at most the peers that relaying leaves it."""
+    """All exchanges."""
     exchanges: WavePeers = []
     for wave in range(len(plan.wave_lanes)):
         scatter = _exchange(plan, wave, gather=False)
@@ -33,20 +32,13 @@ def count_peers(plan: PlanData) -> WavePeers:
 
 
 def peers_of_step(plan: PlanData) -> list[int]:
-    """Distinct peers per rank over a step; through relays at most those of the relays."""
-    return _limited(plan, plan.peer_counter.count(range(len(plan.wave_lanes)))[0])
+    """Distinct peers per rank over a step."""
+    return plan.peer_counter.count(range(len(plan.wave_lanes)))[0]
 
 
 def _exchange(plan: PlanData, wave: int, *, gather: bool) -> ExchangePeers:
     peers, messages = plan.peer_counter.count([wave], gather=gather)
-    return ExchangePeers(_limited(plan, peers), messages, _largest_message(plan, wave, gather=gather))
-
-
-def _limited(plan: PlanData, peers: list[int]) -> list[int]:
-    if not plan.relayed or plan.options.nodes is None:
-        return peers
-    most = Relays(plan.options.nodes).most_peers
-    return [min(count, most) for count in peers]
+    return ExchangePeers(peers, messages, _largest_message(plan, wave, gather=gather))
 
 
 def _largest_message(plan: PlanData, wave: int, *, gather: bool) -> int:

@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 from ..layout import ShardedMatrix
 from .nodes import Crossings
-from .relays import relay_for
 from .tasks import Task
 
 _Holder: TypeAlias = "tuple[float, int, int, int]"  # load, elements between nodes, turn among equals, rank
@@ -48,9 +47,7 @@ def assign_owners(
     turns = dict.fromkeys(loads, 0)
     if spread and crossings is not None:
         nodes = crossings.nodes.ranks
-        turns = {
-            r: (k - relay_for(n, len(node))) % len(node) for n, node in enumerate(nodes) for k, r in enumerate(node)
-        }
+        turns = {r: (k - n) % len(node) for n, node in enumerate(nodes) for k, r in enumerate(node)}
     assignments = [_assign(tasks, order, dict(loads), None, turns) for order in orders]
     owners, loads_after = min(assignments, key=lambda assignment: _heaviest(assignment[1]))
     if crossings is not None and any(

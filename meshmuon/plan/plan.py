@@ -14,9 +14,6 @@ from .report import describe, to_json
 from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PlannedParam, PlanOptions, Task
 from .waves import cut_into_waves
 
-# buffers of a relayed exchange: sent and received, in its last two hops, of gathers and of scatters
-_SHARED_BY_WAVES = 8
-
 
 @dataclass(frozen=True)
 class Plan(PlanData):
@@ -115,27 +112,12 @@ def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedM
 
 
 def exchange_in_waves(owned: OwnedMatrices, options: PlanOptions) -> PlanData:
-    """Divides the matrices that travel into waves that fit the memory budget.
-
-    Where a rank would then have too many peers, exchanges between nodes go through relays, whose buffers may leave room
-    for fewer waves in flight.
-    """
+    """Divides the matrices that travel into waves that fit the memory budget."""
     if options.nodes is not None:
         options = replace(options, nodes=options.nodes.among(owned.ranks))
     in_waves, wave_lanes, in_flight = cut_into_waves(owned.travelling, owned.params, options)
-    most = options.in_flight
     options = replace(options, in_flight=in_flight)
-    if options.max_peers is None or options.nodes is None or len(owned.ranks) - 1 <= options.max_peers:
-        options = replace(options, max_peers=None)
-    plan = PlanData(owned.ranks, owned.params, (*owned.staying, *in_waves), wave_lanes, options)
-    if options.max_peers is None or plan.most_peers <= options.max_peers:
-        return plan if options.max_peers is None else replace(plan, options=replace(options, max_peers=None))
-    # The bound has room for buffers between hops as well: as much again for the first hop of every wave in flight, and
-    # for those that all waves share.
-    bound = 4 * options.budget * most + _SHARED_BY_WAVES * options.budget
-    while in_flight > 2 and options.chunk_size <= 0 and max(plan.buffers(in_flight).values()) > bound:
-        in_flight -= 1
-    return plan if in_flight == options.in_flight else replace(plan, options=replace(options, in_flight=in_flight))
+    return PlanData(owned.ranks, owned.params, (*owned.staying, *in_waves), wave_lanes, options)
 
 
 def _tasks(

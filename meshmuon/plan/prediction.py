@@ -8,9 +8,9 @@ from operator import add
 from .calibration import Calibration, LinkRate
 from .counts import WavePeers, count_peers
 from .plan_data import PlanData, add_local_costs
-from .relays import Hops
 from .tasks import EVERY_HOLDER, Task
 from .timeline import StepSeconds, Timeline, WaveSeconds, timeline_of
+from .traffic import ExchangeBytes
 
 SECONDS_PER_LAUNCH = 7e-6
 """Host time where the machine gives none: Python, torch's dispatcher and the driver."""
@@ -125,7 +125,6 @@ class _Seconds:
 
     def _wave(self, wave: int) -> WaveSeconds:
         traffic, copying = self._plan.traffic[wave], self._copying[wave]
-        gather, scatter = (self._plan.averaging_hops if self._averages else self._plan.hops)[wave]
         per_piece = self._machine.host_seconds_per_matrix / 2 if self._on_cores else 0.0
 
         def held(per_element: float) -> list[float]:
@@ -135,9 +134,9 @@ class _Seconds:
         peers = self._peers(wave)
         return WaveSeconds(
             momentum=held(self._per_held[0] + copying),
-            gather=self._exchange(gather, peers[0]),
+            gather=self._exchange(traffic.scatter.reversed() if self._averages else traffic.gather, peers[0]),
             orthogonalise=list(self._work[wave].values()),
-            scatter=self._exchange(scatter, peers[1]),
+            scatter=self._exchange(traffic.scatter, peers[1]),
             update=held(self._per_held[1] + copying),
         )
 
@@ -148,8 +147,8 @@ class _Seconds:
         gather, scatter = self._peers_of_waves[wave]
         return scatter.peers if self._averages else gather.peers, scatter.peers
 
-    def _exchange(self, hops: Hops, peers: Sequence[int]) -> list[float]:
-        """Each rank's own time in an exchange, all of its hops after each other."""
+    def _exchange(self, exchange: ExchangeBytes, peers: Sequence[int]) -> list[float]:
+        """Each rank's own time in an exchange."""
         whole = self._machine.exchange
         if whole is None:
             return [0.0] * len(self._plan.ranks)
@@ -157,15 +156,11 @@ class _Seconds:
         if self._plan.options.nodes is None:
             # Rates of several nodes have an exchange between nodes, and this plan is on one.
             whole = inside = between = whole if self._machine.between is None else inside
-        latency = whole.seconds * len(hops)
-        total = [latency + self._machine.seconds_per_peer * count for count in peers] or [latency] * len(
-            self._plan.ranks
-        )
-        for hop in hops:
-            inward = self._moved(hop.sent_inside, hop.received_inside, inside)
-            outward = self._moved(hop.sent_between, hop.received_between, between)
-            total = list(map(add, total, map(add if self._on_cores else max, inward, outward)))
-        return total
+        inward = self._moved(exchange.sent_inside, exchange.received_inside, inside)
+        outward = self._moved(exchange.sent_between, exchange.received_between, between)
+        moved = map(add if self._on_cores else max, inward, outward)
+        connecting = [self._machine.seconds_per_peer * count for count in peers] or [0.0] * len(self._plan.ranks)
+        return [whole.seconds + seconds + more for seconds, more in zip(connecting, moved, strict=True)]
 
     def _moved(self, sent: Sequence[int], received: Sequence[int], link: LinkRate) -> list[float]:
         """Seconds on a link, as it was measured, sending and receiving equally much: cores do both in turn, links

@@ -9,12 +9,11 @@ from typing import Any
 
 from ..layout import Layout, Mesh, Replicated
 from .plan_data import PlanData
-from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 from .wire import BY_OWNER
 
-PLAN_VERSION = 1  # of the JSON
-_OPTIONS = ("replicas", "chunk_size", "budget", "in_flight", "max_peers", "waves", "heavy")
+PLAN_VERSION = 2  # of the JSON
+_OPTIONS = ("replicas", "chunk_size", "budget", "in_flight", "waves", "heavy")
 _MOST_RANKS_SHOWN = 16
 
 
@@ -40,12 +39,6 @@ def describe(plan: PlanData) -> str:
         share = sum(plan.bytes_between.values()) / max(1, sum(plan.bytes_sent.values()))
         lines.append(
             f"between {counted(len(nodes.ranks), 'node')}: {_most_and_mean(plan.bytes_between)}, {share:.1%} of all"
-        )
-    if nodes is not None and plan.relayed:
-        lines.append(
-            f"in two hops between nodes: {plan.most_peers} peers per rank would be more than "
-            f"{plan.options.max_peers}, there are at most {Relays(nodes).most_peers}; relays send "
-            f"{_most_and_mean(plan.bytes_relayed)}, for others"
         )
     buffers = (
         f"exchange buffers on rank {plan.ranks[0]}: {bytes_text(plan.buffer_bytes(plan.ranks[0]))}" if moving else ""
@@ -83,7 +76,6 @@ def to_json(plan: PlanData) -> str:
         "flops": plan.flops,
         "bytes_sent": plan.bytes_sent,
         "bytes_between": plan.bytes_between,
-        "bytes_relayed": plan.bytes_relayed,
     }
     content = _content(plan)
     content["buffer_bytes"] = {str(rank): plan.buffer_bytes(rank) for rank in plan.ranks[:1]}

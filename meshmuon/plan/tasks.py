@@ -27,7 +27,6 @@ Heavy: TypeAlias = Literal["first", "aside"]
 last.
 """
 DEFAULT_IN_FLIGHT = 6
-DEFAULT_MAX_PEERS = 1024  # per rank and wave; beyond it, exchanges between nodes go through relays
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,7 @@ class PlanOptions:
     A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take
     2 · ``budget`` · ``in_flight`` bytes: room for what it gathers and for as much of its own shards. Only the total is
     checked. If even waves of one matrix per owner need more, they take that much; so do waves of a given
-    ``chunk_size``. Through relays the bound is twice that and 8 · ``budget``, and fewer waves are in flight if need be,
-    at least two.
+    ``chunk_size``.
     """
 
     cost: CostModel  # what work and traffic cost
@@ -91,9 +89,6 @@ class PlanOptions:
     # most waves between their first and last exchange; fewer where buffers would be too large
     in_flight: int = DEFAULT_IN_FLIGHT
     nodes: Nodes | None = None  # which ranks share a node; None if all do
-    # With more peers per wave than this, exchanges go in two hops through relays (``relays.py``). None: never. A
-    # finished plan has None here unless it uses relays.
-    max_peers: int | None = None
     waves: int | None = None  # in which a lane is cut if they fit; None for as many as usually overlap well
     heavy: Heavy | None = None  # when an owner's most expensive matrices have their turn; None for an order by shape
 

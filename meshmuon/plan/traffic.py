@@ -93,7 +93,7 @@ class RankKinds:
 
 
 class WaveOwners:
-    """Owners and their bytes in each wave. Traffic, peers and relays are counted from them."""
+    """Owners and their bytes in each wave. Traffic and peers are counted from them."""
 
     def __init__(self, ranks: Sequence[int], tasks: Sequence[Task], wires: Sequence[Wire], waves: int) -> None:
         """``wires`` has the bytes on the wire, by parameter."""

@@ -48,7 +48,7 @@ def test_the_choice_is_never_slower_and_the_same_for_everyone(seed: int) -> None
     rng = random.Random(seed)
     params = random_entries(rng)
     nodes = random_nodes(rng, ranks_of(params)) if rng.random() < 0.5 else None
-    options = replace(random_options(rng), nodes=nodes, max_peers=rng.choice([None, 1, 2]))
+    options = replace(random_options(rng), nodes=nodes)
     by = rates(several_nodes=nodes is not None)
     usual, chosen = make_plan(params, options), choose_plan(params, options, by)
     assert seconds(chosen, by) <= seconds(usual, by)
@@ -90,16 +90,6 @@ def test_memory_that_the_user_left_open_is_used_where_it_helps() -> None:
 
 def buffers(plan: Plan) -> int:
     return max(map(plan.buffer_bytes, plan.ranks))
-
-
-@pytest.mark.parametrize(("seconds_per_peer", "relayed"), [(1e-5, True), (0.0, False)])
-def test_relays_are_for_peers_that_cost_time(seconds_per_peer: float, relayed: bool) -> None:
-    by = replace(NODES_RATES, seconds_per_peer=seconds_per_peer)
-    for limit in (4, 1024):
-        options = PlanOptions(by.cost_model(), nodes=Nodes.in_order(range(512), (8,) * 64), max_peers=limit)
-        params = layers(24, 1024, Mesh((512,), tuple(range(512))), (Sharded(0),))
-        assert make_plan(params, options).relayed is (limit == 4)
-        assert choose_plan(params, options, by).relayed is relayed
 
 
 def test_few_long_matrices_are_set_aside() -> None:

@@ -96,14 +96,10 @@ def _peers(simulation: Simulation) -> Iterator[str]:
     peers = max(stage.plan.most_peers for stage in simulation.stages)
     if peers < _MANY_PEERS:
         return
-    if any(stage.plan.relayed for stage in simulation.stages):
-        text = f"{peers:,} peers per exchange: exchanges between nodes go in two hops."
-    else:
-        connections = simulation.most_bytes("connections")
-        text = (
-            f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a "
-            "rank."
-        )
+    connections = simulation.most_bytes("connections")
+    text = (
+        f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."
+    )
     if isinstance(axes := simulation.sharding, MeshAxes):
         factor = next(
             (2**k for k in range(1, 12) if peers // 2**k < _MANY_PEERS // 2 and axes.dp_shard % 2**k == 0), None

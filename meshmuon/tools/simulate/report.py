@@ -130,7 +130,6 @@ def _mesh(simulation: Simulation) -> Figures:
         ranks=sharding.ranks,
         nodes=1 if alone else len(sizes),
         ranks_per_node=1 if alone else max(sizes.values()),
-        relayed=any(stage.plan.relayed for stage in stages),  # exchanges between nodes go in two hops
     )
 
 

@@ -23,7 +23,6 @@ from ...ortho.iteration import scratch_bytes
 from ...params.option_table import ParamGroup
 from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
 from ...plan import (
-    DEFAULT_MAX_PEERS,
     NO_WAVE,
     Calibration,
     CostModel,
@@ -65,7 +64,6 @@ class MuonOptions:
     param_dtype: torch.dtype = torch.float32
     momentum_dtype: torch.dtype | None = None
     cost_model: CostModel | Calibration | None = None
-    max_peers: int | None = DEFAULT_MAX_PEERS  # None: exchanges never go through relays
 
     def batch_budget(self, machine: Machine) -> int:
         """Bytes of scratch of a batch: as ``ExecutorSettings`` has it in a job on the machine."""
@@ -127,7 +125,6 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, machine: Ma
         options.replicas,
         options.chunk_size,
         in_flight=options.waves_ahead + 1,
-        max_peers=options.max_peers,
     )
     topology = Topology.around(rank, records, None)
     topology = replace(topology, nodes=Nodes.of({rank: rank // machine.ranks_per_node for rank in topology.ranks}))

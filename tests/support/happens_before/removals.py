@@ -236,7 +236,6 @@ SCENARIOS = {
     "weights in host memory, whole on their ranks": scenario(
         (2,), (replace(EXPERTS, shape=(6, 5, 3)),), {"chunk_size": 1}
     ),
-    "relays between nodes": scenario((4,), weights(5, S0, shape=(8, 4)), IN_TURNS | {"max_peers": 1}, ranks_per_node=2),
     "prepared": scenario((2,), weights(2, S0), events=((0, "prepare"),)),
     "a wave that sends last": scenario((4,), SHORT_AND_LONG, ANY_WAVES, heavy="aside"),
     "weights in host memory, a wave that sends last": scenario(

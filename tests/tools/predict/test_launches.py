@@ -80,8 +80,6 @@ PROGRAMS: dict[str, tuple[Program, int, int]] = {
     "int8": (program(weights(16), comm_dtype=torch.int8), 49, 32),
     "results in int8": (program(weights(16), comm_dtype=(BF16, torch.int8)), 49, 32),
     "int8 by columns": (program(weights(4, placements=(Shard(1),)), comm_dtype=torch.int8), 51, 29),
-    "int8, through relays": (program(weights(8), (4,), ranks_per_node=2, max_peers=1, comm_dtype=torch.int8), 61, 29),
-    "through relays": (program(weights(8), (4,), ranks_per_node=2, max_peers=1), 61, 29),
     "DistMuon": (program(weights(8, placements=None), optimizer="DistMuon"), 56, 32),
     "DistMuon, normuon": (program(weights(8, placements=None), optimizer="DistMuon", rule="normuon"), 100, 38),
 }

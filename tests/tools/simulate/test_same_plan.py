@@ -135,16 +135,6 @@ def test_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.digest != simulated(describe_hf(cfg, "tiny"), MeshAxes.parse("dp_replicate=2,dp_shard=8")).digest
 
 
-@pytest.mark.parametrize("max_peers", [4, 1024])
-def test_relays(max_peers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHMUON_RANKS_PER_NODE", "4")
-    cfg = config()
-    real = real_plan(shard_layers(build(cfg), mesh_of((16,), "fsdp")), max_peers=max_peers)
-    plan = simulated(describe_hf(cfg, "tiny"), MeshAxes.parse("dp_shard=16"), 4, max_peers=max_peers)
-    assert plan.options.max_peers == (4 if max_peers == 4 else None)
-    assert plan.digest == real.digest
-
-
 @pytest.mark.parametrize("budget", [1000, 2**20])
 def test_tensor_parallel_and_fsdp2(budget: int) -> None:
     cfg, mesh = config(), mesh_of((4, 2), "fsdp", "tp")
