@@ -31,7 +31,6 @@ class RankProgram:
     waves: tuple[RankWave, ...] = ()  # matrices that are exchanged
     in_flight: int = 1  # most waves between their first and their last exchange
     gathered_ahead: int | None = None  # as in ``pipeline_order``
-    first_sends_last: bool = False  # as there
     local: tuple[LocalBatch, ...] = ()  # matrices that need no exchange
     staged: tuple[StagedBatch, ...] = ()  # the same for weights in host memory
     # those of the matrices that are exchanged, one per device, dtype and memory
@@ -66,7 +65,6 @@ class RankProgramBuilder(ProgramBuilder):
         return RankProgram(
             waves=tuple(waves),
             in_flight=self.plan.options.in_flight,
-            first_sends_last=self.plan.first_sends_last,
             local=tuple(local),
             staged=tuple(staged),
             rule_states=tuple(rule_state_exchanges(self, owned_rule_state)),
@@ -146,9 +144,7 @@ class RankProgramBuilder(ProgramBuilder):
         of_waves = set[int]().union(*reads[:waves])
         frees: list[list[int]] = [[] for _ in reads]
         read_later: set[int] = set()
-        order = gradient_read_order(
-            waves, len(local_batches), self.plan.options.in_flight, first_sends_last=self.plan.first_sends_last
-        )
+        order = gradient_read_order(waves, len(local_batches), self.plan.options.in_flight)
         for k in reversed(list(order)):
             frees[k] = sorted(reads[k] - read_later - (of_waves if k >= waves else set()))
             read_later |= reads[k]
@@ -224,6 +220,4 @@ class RankProgramBuilder(ProgramBuilder):
             repeated=self.repeated,
             shared=self.shared,
             stage=stage,
-            beside=self.plan.first_sends_last,
-            sends_last=self.plan.first_sends_last and k == 0,
         )

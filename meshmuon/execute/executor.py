@@ -189,12 +189,7 @@ class Executor(StepExecutor):
             finish_all(unfinished)
 
         advance(rule_states)
-        order = pipeline_order(
-            len(waves),
-            program.in_flight,
-            gathered_ahead=program.gathered_ahead,
-            first_sends_last=program.first_sends_last,
-        )
+        order = pipeline_order(len(waves), program.in_flight, gathered_ahead=program.gathered_ahead)
 
         def finish(waves: Sequence[Iterator[None]]) -> None:
             if asking := [wave for wave in waves if next(wave, _ENDED) is not _ENDED]:  # for sums over weights
@@ -236,10 +231,10 @@ def run_pipeline(
     """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` found
     (``plan/schedule.py``).
 
-    The waves are generators that yield twice: after sending their pieces, and after sending their results; one that
-    sends these in a turn of its own yields before it as well. Four waves, three in flight: gather 0, gather 1, local,
-    compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3. Waves
-    that have nothing between them are finished together, by ``finish_all`` unless ``finish`` is given.
+    The waves are generators that yield twice: after sending their pieces, and after sending their results. Four waves,
+    three in flight: gather 0, gather 1, local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute
+    3, during last scatter, finish 1 to 3. Waves that have nothing between them are finished together, by ``finish_all``
+    unless ``finish`` is given.
     """
     order, finish = iter(order), finish or finish_all
     for action, wave in order:

@@ -8,7 +8,6 @@ ask for sums over weights. A matrix that is whole on its rank needs no exchange:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,17 +54,12 @@ class Wave:
     fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
     repeated: frozenset[MatrixKey]  # matrices of the plan that several ranks compute, for different holders
     shared: Sequence[int]  # the parts that all ranks know of, in the same order on all of them
-    # Gathers are waited for beside the main stream, where a rank without matrices of the wave starts the scatter, too:
-    # the others do not wait for what it computes in another wave. All waves are in flight, none is finished before the
-    # last has computed.
-    beside: bool = False
-    sends_last: bool = False  # the results are sent in a turn of their own
     # copies between host memory, where the views are, and the device; None if both are the same
     stage: Stage | None = None
 
     def run(self, step: RunningStep) -> Iterator[None]:
         if self.params <= step.idle:
-            yield from (None,) * (3 if self.sends_last else 2)
+            yield from (None,) * 2
             return
         observer, streams = step.observer, step.streams
         # The side stream does elementwise work and exchanges, the main stream orthogonalises. On a CPU all work runs in
@@ -79,18 +73,13 @@ class Wave:
             gather = self.gather.start(step, "gather")
         step.free_gradients(self.frees)
         yield
-        with streams.on_side_stream(step.ready) if self.beside else nullcontext(), observer.phase("gather", waits=True):
+        with observer.phase("gather", waits=True):
             # An exchange runs after what its stream was given before it, so that the main stream waits for the side
             # stream, too.
             gather.wait()
-        if self.beside and self.owned_batches:
-            streams.main_waits(streams.side_mark())
         for batch in self.owned_batches:
             batch.run(step)
-        if self.sends_last:
-            yield
-        with streams.on_side_stream(step.ready) if self.beside and not self.owned_batches else nullcontext():
-            scatter = self.scatter.start(step, "scatter")
+        scatter = self.scatter.start(step, "scatter")
         yield
         with streams.on_side_stream(step.ready):  # which it has already seen: ``scatter.wait`` adds the rest
             with observer.phase("scatter", waits=True):

@@ -8,7 +8,6 @@ from functools import partial
 from typing import NamedTuple
 
 from .calibration import Calibration
-from .owners import heavy_tasks
 from .plan import OwnedMatrices, Plan, checked, exchange_in_waves, make_plan, own_matrices
 from .plan_data import PlanData
 from .prediction import step_timeline
@@ -18,7 +17,6 @@ from .timeline import Timeline
 _MOST_COMPARED = 40  # plans; fewer for large models, where each takes a second
 _MOST_TASKS_COMPARED = 200_000  # over all plans
 _MOST_IN_FLIGHT = 16
-_FEW = 8  # ranks for each that may have a matrix in the wave that scatters last
 _WORTH_ALL_MEMORY = 0.02  # of a step: what the exchange buffers must gain if they take as much as they may
 _WORTH_A_START = 1.5  # times the seconds of the best plan so far: what is slower does not catch up by its waves
 _FASTER = 0.995  # of the seconds so far: what gains less is no reason for another plan
@@ -36,9 +34,8 @@ def choose_plan(
 
     It starts from the plan of ``make_plan`` and changes one thing at a time, keeping what makes the predicted step
     shorter: which matrices replicas share (if ``replicas`` is "auto"), the memory of a wave, the waves in flight, the
-    number of waves, when heavy matrices have their turn. ``most_buffer_bytes`` limits the exchange buffers of a rank
-    where the user has set no memory for them; None if ``options.budget`` and ``options.in_flight`` are the user's.
-    ``averages`` is for ``DistMuon``.
+    number of waves. ``most_buffer_bytes`` limits the exchange buffers of a rank where the user has set no memory for
+    them; None if ``options.budget`` and ``options.in_flight`` are the user's. ``averages`` is for ``DistMuon``.
     """
     if options.chunk_size > 0:  # which decides alone
         return make_plan(params, options)
@@ -87,8 +84,6 @@ class _Search:
         """
         if len(self._now.plan.ranks) < 2:
             return self._now.plan
-        if self._left < _MOST_COMPARED:  # of few plans, this gains most
-            self._try_heavy()
         if self._most_buffer_bytes is not None:  # all memory, before it is decided what travels
             self._try(in_flight=self._most_in_flight(self._now.options.budget))
         starts = self._try_replicas()
@@ -131,8 +126,6 @@ class _Search:
             for k in self._open:
                 params[k] = replace(params[k], share=k in shared)
             owned = own_matrices(params, options)
-        elif options.heavy != self._now.options.heavy:
-            owned = own_matrices(owned.params, options)
         candidate = self._make(owned, key[0], options)
         if candidate.score < (self._now.score[0], _FASTER * self._now.score[1]):
             self._now = candidate
@@ -161,23 +154,13 @@ class _Search:
         return starts
 
     def _try_exchanges(self) -> _Candidate:
-        """Memory and waves, then when heavy matrices have their turn; again until nothing gains."""
+        """Memory and waves, again until nothing gains."""
         before = None
         while before is not self._now:
             before = self._now
             self._try_memory()
             self._try_waves()
-            if before is self._now:
-                self._try_heavy()
         return self._now
-
-    def _try_heavy(self) -> None:
-        """Few matrices that take a rank most of a step are best aside; otherwise expensive ones may have to come
-        first.
-        """
-        ranks = len(self._now.plan.ranks)
-        few = 0 < len(heavy_tasks(self._now.owned.travelling, ranks)) <= ranks // _FEW
-        self._try(heavy=None if self._now.options.heavy else "aside" if few else "first")
 
     def _try_memory(self) -> None:
         budget, in_flight = self._now.options.budget, self._now.options.in_flight

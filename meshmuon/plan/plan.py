@@ -106,7 +106,7 @@ def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedM
     for rank, count in copied_bytes(ranks, params, [*staying, *travelling]).items():
         loads[rank] += options.cost.per_byte_of_host * count
     itemsizes = [params[task.param].wire.itemsize for task in travelling]
-    owners = assign_owners(travelling, loads, crossings, itemsizes, spread=options.heavy == "aside")
+    owners = assign_owners(travelling, loads, crossings, itemsizes)
     owned = [task.placed(owner) for task, owner in zip(travelling, owners, strict=True)]
     return OwnedMatrices(ranks, tuple(params), staying, owned)
 

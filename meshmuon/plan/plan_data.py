@@ -105,11 +105,6 @@ class PlanData:
         """
         return copied_bytes(self.ranks, self.params, self.tasks)
 
-    @property
-    def first_sends_last(self) -> bool:
-        """Whether wave 0 has the matrices of owners with long work, and sends its results last (``pipeline_order``)."""
-        return self.options.heavy == "aside" and 2 <= len(self.wave_lanes) <= self.options.in_flight
-
     @cached_property
     def peer_counter(self) -> PeerCounter:
         """Counts the peers of every rank."""

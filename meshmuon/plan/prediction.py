@@ -120,7 +120,6 @@ class _Seconds:
             host_ahead=[machine.host_seconds_per_step + per_launch * count for count in launches] or nothing,
             launches=launches,
             slower_beside_exchange=machine.slower_beside_exchange,
-            first_sends_last=plan.first_sends_last and not self._averages,
         )
 
     def _wave(self, wave: int) -> WaveSeconds:

@@ -22,10 +22,6 @@ EVERY_HOLDER = -1
 NO_WAVE = -1
 Replicas: TypeAlias = Literal["auto", "share", "repeat"]
 REPLICA_OPTIONS = get_args(Replicas)
-Heavy: TypeAlias = Literal["first", "aside"]
-"""Before an owner's other matrices; or, with all others of that owner, in a wave that gathers first and scatters
-last.
-"""
 DEFAULT_IN_FLIGHT = 6
 
 
@@ -90,7 +86,6 @@ class PlanOptions:
     in_flight: int = DEFAULT_IN_FLIGHT
     nodes: Nodes | None = None  # which ranks share a node; None if all do
     waves: int | None = None  # in which a lane is cut if they fit; None for as many as usually overlap well
-    heavy: Heavy | None = None  # when an owner's most expensive matrices have their turn; None for an order by shape
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICA_OPTIONS:

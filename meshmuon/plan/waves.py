@@ -8,7 +8,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from .owners import heavy_tasks
 from .tasks import PlannedParam, PlanOptions, Task
 from .traffic import RankKinds
 from .wire import Wire, bytes_of
@@ -39,9 +38,7 @@ def cut_into_waves(
 
     Where ``chunk_size`` is given, it alone decides.
 
-    An owner's matrices are in order of shape or, if ``heavy`` is "first", of cost. If it is "aside", owners of a matrix
-    that costs half of a rank's average or more have all of theirs in wave 0, and the others have theirs in the other
-    waves; not where a wave has one matrix per owner.
+    An owner's most expensive matrices come first, so that ranks have equally long work in a wave.
     """
     lanes: dict[Hashable, list[int]] = {}  # lane → its tasks
     for k, task in enumerate(tasks):
@@ -107,15 +104,12 @@ class _LaneCutter:
         # Matrices of equal shape are best orthogonalised together. Shapes are sorted as text; another order would
         # change plans.
         shapes = [repr((task.sharded.rows, task.sharded.cols)) for task in tasks]
-        first = [-task.cost if options.heavy == "first" else 0.0 for task in tasks]
         self.queues: dict[int, list[int]] = {}  # owner → indices of its tasks, in the order in which they get waves
-        for k in sorted(range(len(tasks)), key=lambda k: (tasks[k].owner, first[k], shapes[k], k)):
+        for k in sorted(range(len(tasks)), key=lambda k: (tasks[k].owner, -tasks[k].cost, shapes[k], k)):
             self.queues.setdefault(tasks[k].owner, []).append(k)
         self.longest = max(map(len, self.queues.values()))
         heaviest_cost = max(sum(tasks[k].cost for k in queue) for queue in self.queues.values())
         most_bytes = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
-        heavy = heavy_tasks(tasks, len(self.queues)) if options.heavy == "aside" else set()
-        self._aside = {tasks[k].owner for k in heavy if self._fits_one_wave(self.queues[tasks[k].owner])}
         cost_worth_a_wave = _WORTH_AN_EXCHANGE * options.cost.per_exchange(several_nodes=options.nodes is not None)
         # As many as overlap well, unless they would be too short; at least as many as the budget needs.
         overlapping = options.waves or min(_OVERLAP, int(heaviest_cost / cost_worth_a_wave))
@@ -138,22 +132,13 @@ class _LaneCutter:
                 return False
         return True
 
-    def _fits_one_wave(self, queue: Sequence[int]) -> bool:
-        return len(queue) == 1 or sum(self._nbytes[k] for k in queue) <= self._options.budget
-
     def _waves_of_queue(self, queue: Sequence[int], count: int) -> list[int]:
-        """The wave of each matrix in an owner's queue: ``count`` waves whose costs grow and then shrink.
-
-        If some owners are aside, all that they have is in wave 0, and nothing else is.
-        """
+        """The wave of each matrix in an owner's queue: ``count`` waves whose costs grow and then shrink."""
         costs = [self._tasks[k].cost for k in queue]
-        first = 1 if self._aside and count > 1 else 0
-        if first and self._tasks[queue[0]].owner in self._aside:
-            return [0] * len(queue)
-        ends, total = _ends(count - first), sum(costs) or 1.0
+        ends, total = _ends(count), sum(costs) or 1.0
         done, waves = 0.0, []
         for cost in costs:
-            waves.append(min(count - 1, first + bisect_right(ends, (done + cost / 2) / total)))
+            waves.append(min(count - 1, bisect_right(ends, (done + cost / 2) / total)))
             done += cost
         return waves
 

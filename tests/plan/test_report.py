@@ -61,7 +61,6 @@ def test_json_is_the_plan(plan: Plan) -> None:
         "chunk_size": plan.options.chunk_size,
         "budget": plan.options.budget,
         "waves": plan.options.waves,
-        "heavy": plan.options.heavy,
         "in_flight": plan.options.in_flight,
         "cost": asdict(plan.options.cost),
     }

@@ -11,17 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from meshmuon.layout import Layout, Mesh, Replicated, Sharded
-from meshmuon.plan import (
-    NO_WAVE,
-    Nodes,
-    Plan,
-    PlannedParam,
-    PlanOptions,
-    cost_model_for,
-    make_plan,
-    routes_of,
-    wave_sizes,
-)
+from meshmuon.plan import NO_WAVE, Plan, PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of, wave_sizes
 from meshmuon.plan.waves import Footprint
 from tests.support.plans import entry, options_for, random_entries, random_options, seeds
 
@@ -63,8 +53,7 @@ def random_case(seed: int) -> tuple[list[PlannedParam], PlanOptions]:
         replace(one, name=f"{one.name}.{k}") for one in random_entries(rng) for k in range(rng.choice([1, 3, 10]))
     ]
     budget = rng.choice([1, 30, 100, 300, 1000, 3000])
-    options = replace(random_options(rng), chunk_size=-1, budget=budget, cost=cost_model_for("cpu"))
-    return entries, replace(options, heavy=rng.choice([None, None, "first", "aside"]))
+    return entries, replace(random_options(rng), chunk_size=-1, budget=budget, cost=cost_model_for("cpu"))
 
 
 @settings(max_examples=300)
@@ -192,39 +181,9 @@ def test_two_waves_in_flight_before_halves_take_turns() -> None:
     assert max(map(plan.buffer_bytes, plan.ranks)) == 2 * (72 + 96)
 
 
-LONG = 3  # matrices that take their owners longer than anything else
-
-
-def few_long(budget: int = 2**20, **changes: int | str | None) -> Plan:
-    """Three long matrices among 372 short ones, on 32 ranks of 4 nodes."""
-    mesh = Mesh((32,), tuple(range(32)))
-    entries = [entry(f"p{k}", (64, 64), mesh, flops=10**9 if k >= LONG else 10**10) for k in range(LONG + 372)]
-    nodes = Nodes.in_order(range(32), (8,) * 4)
-    return make_plan(entries, options_for(budget=budget, nodes=nodes, heavy="aside", **changes))
-
-
-def test_owners_of_long_work_have_a_wave_for_themselves() -> None:
-    plan = few_long()
-    owners = {task.owner for task in plan.tasks if task.param < LONG}
-    aside = [task for task in plan.tasks if task.wave == 0]
-    assert plan.first_sends_last
-    assert {task.owner for task in aside} == owners
-    assert {task.wave for task in plan.tasks if task.owner in owners} == {0}
-    assert {task.wave for task in plan.tasks} == set(range(len(plan.wave_lanes)))
-    assert len({rank // 8 for rank in owners}) == LONG  # nodes
-    assert len({rank % 8 for rank in owners}) == LONG  # and places in them: groups of ranks are often strided
-
-
-def test_no_wave_sends_last_where_buffers_are_used_in_turns() -> None:
-    assert few_long().options.in_flight >= len(few_long().wave_lanes)
-    plan = few_long(in_flight=2)
-    assert plan.options.in_flight < len(plan.wave_lanes)
-    assert not plan.first_sends_last
-
-
 def test_the_most_expensive_come_first() -> None:
     entries = [entry(f"p{k}", flops=10**9 * (1 + k // 4)) for k in range(24)]
-    plan = make_plan(entries, options_for(heavy="first"))
+    plan = make_plan(entries, options_for())
     for rank in plan.ranks:
         own = sorted((task.wave, -task.cost) for task in plan.tasks if task.owner == rank)
         assert [cost for _, cost in own] == sorted(cost for _, cost in own)

@@ -44,7 +44,7 @@ def experts(count: int, size: int, placements: Any = ROWS, dtype: torch.dtype = 
 
 
 def program(params: Any, mesh: tuple[int, ...] = (2,), **options: Any) -> Program:
-    fields = {name: options.pop(name) for name in ("optimizer", "ranks_per_node") if name in options}
+    fields = {name: options.pop(name) for name in ("optimizer",) if name in options}
     return Program(mesh=mesh, params=params, options={"scheme": "polar_express", **options}, steps=3, **fields)
 
 

@@ -148,23 +148,6 @@ def test_the_slowest_rank_holds_the_others_up() -> None:
     assert timeline.seconds_by_kind == {"momentum": 4.0, "wait": 2.0, "others": 2.0}
 
 
-def test_a_wave_of_long_work_is_passed_by_the_others() -> None:
-    """Rank 3 works for 20 s in wave 0; wave 1, in which it owns nothing, has its results meanwhile."""
-    nothing = [0.0, 0.0]
-    waves = (
-        WaveSeconds(nothing, [2.0, 2.0], [20.0, 0.0], [2.0, 2.0], nothing),
-        WaveSeconds(nothing, [3.0, 3.0], [0.0, 5.0], [3.0, 3.0], nothing),
-    )
-    step = StepSeconds((3, 5), waves, nothing, nothing, nothing, 0.0, 2, first_sends_last=True)
-    timeline = timeline_of(step)
-    begins = {(phase.kind, phase.wave): max(phase.start) for phase in timeline.phases if phase.kind in ON_LINKS}
-    assert begins == {("gather", 0): 0.0, ("gather", 1): 2.0, ("scatter", 1): 10.0, ("scatter", 0): 22.0}
-    assert timeline.seconds == timeline.bound == 24.0
-    in_order = timeline_of(replace(step, first_sends_last=False))
-    assert in_order.seconds == 27.0
-    assert timeline_of(replace(step, busy=1.0)).seconds >= in_order.seconds  # cores do one thing at a time
-
-
 @pytest.mark.parametrize("busy", [0.0, 0.5, 1.0])
 def test_the_parts_of_a_wave_follow_each_other_in_every_order(busy: float) -> None:
     """3 + 4 + 5 + 6 + 7 s on rank 1, whose links and whose work each take less."""
