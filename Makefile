@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
-BENCH  ?= orthogonalisation schemes single_device sharded scaling demo_share degrees predictions published metrics launches choices int8
+BENCH  ?= orthogonalisation schemes single_device sharded scaling demo_share degrees predictions published metrics launches int8
 STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 # Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU. Nothing here needs AMX.

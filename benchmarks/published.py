@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from common import COLOURS, Benchmark, Goal, Report
 
-from meshmuon.plan.machines import Machine
+from meshmuon.tools.predict.machines import Machine
 from meshmuon.tools.simulate.description import load_model
 from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.sharding import MeshAxes

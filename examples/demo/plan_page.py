@@ -15,9 +15,9 @@ from demo.model import GPT, WEIGHTS
 from demo.processes import Runtime
 from demo.train import RunResult
 from meshmuon.errors import ConfigError
-from meshmuon.plan.calibration import Calibration
 from meshmuon.tools.doctor.context import Context, DoctorOptions
 from meshmuon.tools.doctor.measurements import calibrate
+from meshmuon.tools.predict.calibration import Calibration
 from meshmuon.tools.simulate.advice import advice_for
 from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.modules import describe_module

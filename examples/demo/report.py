@@ -25,7 +25,7 @@ from demo.optimizers import CONTENDERS, OptimizerConfig
 from demo.plan_page import FILE as PLAN_PAGE
 from demo.plan_page import write_plan_page
 from demo.train import RunResult, TrainConfig
-from meshmuon.plan.calibration import Calibration
+from meshmuon.tools.predict.calibration import Calibration
 
 _SCHEDULES = {"linear": "linear decay", "cosine": "cosine decay", "constant": "no decay"}
 BITS_PER_NAT = 1.4426950408889634

@@ -363,7 +363,7 @@ class Muon(PreparedStep):
         path = "DistMuon" if averages else f"reference_path={self._reference}"
         path += f", {self._settings.bits}, metrics={self._metrics}, nonfinite={self._nonfinite.policy}"
         budget = self._settings.memory_budget
-        settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model, budget, averages)
+        settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model, budget)
         self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=not averages)
         executor = DataParallelExecutor if averages else ReferenceExecutor if self._reference else Executor
         self._executor = executor(self._settings)

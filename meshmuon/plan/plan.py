@@ -10,6 +10,7 @@ from ..layout import ShardedMatrix
 from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, add_local_costs, copied_bytes
+from .replicas import shared_params
 from .report import describe, to_json
 from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PlannedParam, PlanOptions, Task
 from .waves import cut_into_waves
@@ -73,33 +74,15 @@ def _check_copies(param: PlannedParam, copies: Sequence[Sequence[ShardedMatrix]]
 def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     """Plans a step on ``params``; a pure function of its arguments.
 
-    ``own_matrices`` decides where each matrix is orthogonalised, ``exchange_in_waves`` how the pieces get there and
-    back.
+    Every matrix that cannot stay where it is gets an owner, given the load of those that can; then waves that fit the
+    memory.
     """
-    return checked(exchange_in_waves(own_matrices(params, options), options))
-
-
-def checked(plan: PlanData) -> Plan:
-    return Plan(plan.ranks, plan.params, plan.tasks, plan.wave_lanes, plan.options)
-
-
-@dataclass(frozen=True)
-class OwnedMatrices:
-    """The matrices of a plan with their owners, before they have waves."""
-
-    ranks: tuple[int, ...]
-    params: tuple[PlannedParam, ...]
-    staying: Sequence[Task]  # matrices that their holders compute where they are
-    travelling: Sequence[Task]  # the others; they have owners, but no waves
-
-
-def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedMatrices:
-    """Assigns an owner to every matrix that cannot stay where it is, given the load of those that can."""
     ranks = tuple(
         sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks})
     )
-    nodes = None if options.nodes is None else options.nodes.among(ranks)
-    crossings = None if nodes is None else Crossings(nodes)
+    if options.nodes is not None:
+        options = replace(options, nodes=options.nodes.among(ranks))
+    crossings = None if options.nodes is None else Crossings(options.nodes)
     staying, travelling = _tasks(params, options, crossings)
     loads = dict.fromkeys(ranks, 0.0)
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
@@ -108,16 +91,8 @@ def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedM
     itemsizes = [params[task.param].wire.itemsize for task in travelling]
     owners = assign_owners(travelling, loads, crossings, itemsizes)
     owned = [task.placed(owner) for task, owner in zip(travelling, owners, strict=True)]
-    return OwnedMatrices(ranks, tuple(params), staying, owned)
-
-
-def exchange_in_waves(owned: OwnedMatrices, options: PlanOptions) -> PlanData:
-    """Divides the matrices that travel into waves that fit the memory budget."""
-    if options.nodes is not None:
-        options = replace(options, nodes=options.nodes.among(owned.ranks))
-    in_waves, wave_lanes, in_flight = cut_into_waves(owned.travelling, owned.params, options)
-    options = replace(options, in_flight=in_flight)
-    return PlanData(owned.ranks, owned.params, (*owned.staying, *in_waves), wave_lanes, options)
+    in_waves, wave_lanes, in_flight = cut_into_waves(owned, params, options)
+    return Plan(ranks, tuple(params), (*staying, *in_waves), wave_lanes, replace(options, in_flight=in_flight))
 
 
 def _tasks(
@@ -126,6 +101,7 @@ def _tasks(
     """Tasks whose matrices stay where they are, and tasks that need an owner: one for all replicas, or one for each."""
     staying: list[Task] = []
     travelling: list[Task] = []
+    shared = shared_params(params, options, crossings)
     costs: dict[tuple[int, ShardedMatrix, float], float] = {}
     for k, param in enumerate(params):
         itemsize = param.wire.itemsize
@@ -133,7 +109,7 @@ def _tasks(
             for matrix, sharded in enumerate(param.sharded_matrices(layout)):
                 if not sharded.size:
                     continue
-                one_for_all = sharded.replicas > 1 and _replicas_share_owner(param, sharded, options, crossings)
+                one_for_all = sharded.replicas > 1 and k in shared
                 if sharded.whole and not one_for_all:
                     staying.append(Task(PartIndex(k), matrix, sharded, float(param.flops)))
                     continue
@@ -143,13 +119,3 @@ def _tasks(
                         costs[kind] = options.cost.owning(*kind, crossings)
                     travelling.append(Task(PartIndex(k), matrix, replica, costs[kind]))
     return staying, travelling
-
-
-def _replicas_share_owner(
-    param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions, crossings: Crossings | None
-) -> bool:
-    if param.private or options.replicas != "auto":
-        return options.replicas == "share" and not param.private
-    if param.share is not None:
-        return param.share
-    return options.cost.sharing_pays(param.flops, sharded, param.wire.itemsize, crossings)

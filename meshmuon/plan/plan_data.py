@@ -14,7 +14,7 @@ from operator import add
 from ..layout import Layout, ShardedMatrix
 from .owners import lightest_possible
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, PlanOptions, Task
-from .traffic import PeerCounter, WaveOwners, WaveTraffic, count_traffic
+from .traffic import WaveOwners, WaveTraffic, count_traffic
 from .waves import Footprint
 
 
@@ -104,16 +104,6 @@ class PlanData:
         memory.
         """
         return copied_bytes(self.ranks, self.params, self.tasks)
-
-    @cached_property
-    def peer_counter(self) -> PeerCounter:
-        """Counts the peers of every rank."""
-        return PeerCounter(self.wave_owners)
-
-    @cached_property
-    def most_peers(self) -> int:
-        """Most peers of a rank in one wave."""
-        return self.peer_counter.most()
 
     def _summed(self, exchanges: Iterable[Sequence[int]]) -> dict[int, int]:
         totals = [0] * len(self.ranks)

@@ -13,7 +13,7 @@ from .tasks import EVERY_HOLDER, NO_WAVE, Task
 from .wire import BY_OWNER
 
 PLAN_VERSION = 2  # of the JSON
-_OPTIONS = ("replicas", "chunk_size", "budget", "in_flight", "waves")
+_OPTIONS = ("replicas", "chunk_size", "budget", "in_flight")
 _MOST_RANKS_SHOWN = 16
 
 

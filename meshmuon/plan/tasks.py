@@ -36,7 +36,7 @@ class PlannedParam:
     lane: Hashable
     itemsize: int  # bytes per element on the wire to the owner; 1 is int8, with scales
     flops: int  # FLOPs of orthogonalising one of its matrices
-    # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the cost model
+    # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the rates
     share: bool | None = None
     private: bool = False  # known to this rank alone (a plain tensor): neither balanced nor part of the digest
     window: Window | None = None  # which rows and columns of the parameter its matrices are; None for all of them
@@ -72,9 +72,9 @@ class PlanOptions:
     """The options that decide on a plan, together with the parameters.
 
     A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take
-    2 · ``budget`` · ``in_flight`` bytes: room for what it gathers and for as much of its own shards. Only the total is
-    checked. If even waves of one matrix per owner need more, they take that much; so do waves of a given
-    ``chunk_size``.
+    3 · ``budget`` · ``in_flight`` bytes: room for what it gathers, as much of its own shards, and results for other
+    replicas. Only the total is checked. If even waves of one matrix per owner need more, they take that much; so do
+    waves of a given ``chunk_size``.
     """
 
     cost: CostModel  # what work and traffic cost
@@ -85,7 +85,6 @@ class PlanOptions:
     # most waves between their first and last exchange; fewer where buffers would be too large
     in_flight: int = DEFAULT_IN_FLIGHT
     nodes: Nodes | None = None  # which ranks share a node; None if all do
-    waves: int | None = None  # in which a lane is cut if they fit; None for as many as usually overlap well
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICA_OPTIONS:

@@ -12,8 +12,7 @@ from .tasks import PlannedParam, PlanOptions, Task
 from .traffic import RankKinds
 from .wire import Wire, bytes_of
 
-_OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
-_WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
+_MOST_WAVES = 9  # of a step, unless memory asks for more: enough to overlap gathers, work and scatters
 _STEEPEST = 4  # largest wave ÷ smallest
 _ENOUGH_IN_FLIGHT = 4  # waves in flight that overlap gathers, work and scatters; more gain little
 
@@ -26,6 +25,7 @@ def cut_into_waves(
     Each lane has its own waves. Every owner's matrices are spread over the waves of a lane in the same proportions by
     cost, so that ranks have work at the same time. No other wave computes during the first gather and the last scatter,
     so the first and the last wave are small: six waves have 1/12, 2/12, 3/12, 3/12, 2/12 and 1/12 of each owner's cost.
+    ``CostModel.waves`` has the formula for their number.
 
     If the buffers of some rank then exceed their bound, the first of these that fits is taken, and the last one if none
     does:
@@ -55,7 +55,7 @@ def cut_into_waves(
 
 def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions) -> tuple[list[list[int]], int]:
     """The cut of each lane, and the number of waves in flight: the first way that keeps to the bound."""
-    most, bound = options.in_flight, 2 * options.budget * options.in_flight
+    most, bound = options.in_flight, 3 * options.budget * options.in_flight
 
     def fits(cuts: Sequence[Sequence[int]], in_flight: int) -> bool:
         total: Counter[int] = Counter()
@@ -108,14 +108,26 @@ class _LaneCutter:
         for k in sorted(range(len(tasks)), key=lambda k: (tasks[k].owner, -tasks[k].cost, shapes[k], k)):
             self.queues.setdefault(tasks[k].owner, []).append(k)
         self.longest = max(map(len, self.queues.values()))
-        heaviest_cost = max(sum(tasks[k].cost for k in queue) for queue in self.queues.values())
         most_bytes = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
-        cost_worth_a_wave = _WORTH_AN_EXCHANGE * options.cost.per_exchange(several_nodes=options.nodes is not None)
-        # As many as overlap well, unless they would be too short; at least as many as the budget needs.
-        overlapping = options.waves or min(_OVERLAP, int(heaviest_cost / cost_worth_a_wave))
-        wanted_count = max(overlapping, most_bytes // options.budget)
-        self.usual_count = self.within_budget(max(1, wanted_count))
+        # As many as overlap best, and at least as many as the budget needs.
+        self.usual_count = self.within_budget(max(self._overlapping(), most_bytes // options.budget))
         self.footprint = Footprint(tasks, param.wire)
+
+    def _overlapping(self) -> int:
+        """The number of waves by the bytes of the busiest owner.
+
+        Waves shorter than the longest matrix of an owner make ranks wait for each other. Where owners have n times
+        their longest matrix to do, n²/2 waves are the most: with n = 1 and n = 2 those are n waves.
+        """
+        tasks, cost = self._tasks, self._options.cost
+        moved = (
+            sum(self._nbytes[k] * (1 + tasks[k].sharded.replicas) for k in queue) for queue in self.queues.values()
+        )
+        peers = max(len(sharded.holdings) for sharded in {task.sharded for task in tasks})
+        lengths = sorted(sum(tasks[k].cost for k in q) / (tasks[q[0]].cost or 1.0) for q in self.queues.values())
+        cuts = round(lengths[len(lengths) // 2] ** 2 / 2)
+        several_nodes = self._options.nodes is not None
+        return cost.waves(max(moved), peers, several_nodes=several_nodes, most=max(1, min(_MOST_WAVES, cuts)))
 
     def within_budget(self, count: int) -> int:
         """The number of waves, from ``count`` on, in which no owner gathers more than its budget."""

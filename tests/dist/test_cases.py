@@ -30,7 +30,8 @@ from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.execute import int8
 from meshmuon.optim import collect, nonfinite
 from meshmuon.params.rules import resolve_rules
-from meshmuon.plan import NO_WAVE, Calibration, LinkRate, Plan, Rate
+from meshmuon.plan import NO_WAVE, Plan
+from meshmuon.tools.predict.calibration import Calibration, LinkRate, Rate
 from tests.support.cases import (
     Case,
     Gradients,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from meshmuon.plan import INT8, Plan, make_plan
-from meshmuon.plan.counts import ExchangePeers, count_peers, peers_of_step
+from meshmuon.tools.predict.counts import ExchangePeers, count_peers, peers_of_step
 from tests.support.plans import random_nodes, random_plan
 
 Messages = dict[tuple[int, int], int]

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
 from ...plan import Plan
-from ...plan.calibration import Calibration
-from ...plan.timeline import ON_LINKS, Phase
+from .calibration import Calibration
 from .prediction import predict
+from .timeline import ON_LINKS, Phase
 
 _TRACKS = ("device", "links")
 

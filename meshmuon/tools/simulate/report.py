@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...matrices import with_stars
 from ...plan import EVERY_HOLDER, NO_WAVE, Plan, Task, Wire, how_computed
-from ...plan.counts import peers_of_step
-from ...plan.timeline import ON_LINKS
+from ..predict.counts import peers_of_step
+from ..predict.timeline import ON_LINKS
 from .sharding import MeshAxes
 from .simulation import MEMORY_KINDS, SimulatedStage, Simulation
 

@@ -24,7 +24,6 @@ from ...params.option_table import ParamGroup
 from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
 from ...plan import (
     NO_WAVE,
-    Calibration,
     CostModel,
     Nodes,
     Plan,
@@ -32,12 +31,12 @@ from ...plan import (
     add_local_costs,
     cost_model_for,
 )
-from ...plan.counts import WavePeers, count_peers, peers_of_step
-from ...plan.machines import Machine
-from ...plan.timeline import Timeline
+from ..predict.counts import WavePeers, count_peers, peers_of_step
 from ..predict.launches import Launches, adamw_launches, launches_of
+from ..predict.machines import Machine
 from ..predict.prediction import predict
 from ..predict.saved_plan import read_plan
+from ..predict.timeline import Timeline
 from .description import ModelDescription, ModelParam
 from .inputs import read_file
 from .sharding import PlacedParam, Sharding
@@ -63,7 +62,7 @@ class MuonOptions:
     form: str = "auto"
     param_dtype: torch.dtype = torch.float32
     momentum_dtype: torch.dtype | None = None
-    cost_model: CostModel | Calibration | None = None
+    cost_model: CostModel | None = None
 
     def batch_budget(self, machine: Machine) -> int:
         """Bytes of scratch of a batch: as ``ExecutorSettings`` has it in a job on the machine."""
@@ -128,8 +127,14 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, machine: Ma
     )
     topology = Topology.around(rank, records, None)
     topology = replace(topology, nodes=Nodes.of({rank: rank // machine.ranks_per_node for rank in topology.ranks}))
+    memory = None if machine.device == "cpu" else machine.memory_bytes
     settings = PlanSettings(
-        plan_options, options.form, "reference_path=False", options.cost_model, options.memory_budget, machine=machine
+        plan_options,
+        options.form,
+        "reference_path=False",
+        options.cost_model,
+        options.memory_budget,
+        device_memory=memory,
     )
     planner = LocalPlanner(tuple(records), settings, topology)
     plan = planner.plan(frozenset(range(len(records)))).plan

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from meshmuon import Muon, get_default_muon_param_groups
-from meshmuon.plan.machines import MACHINE_FILES
 from meshmuon.tools import simulate
 from meshmuon.tools.cli.main import main
+from meshmuon.tools.predict.machines import MACHINE_FILES
 from tests.support.optional import need
 from tests.tools.predict.test_calibration import MEASURED
 

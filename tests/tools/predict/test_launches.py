@@ -14,9 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshmuon.layout import Layout, Mesh, Sharded
 from meshmuon.plan import PlannedParam, PlanOptions, cost_model_for, make_plan
-from meshmuon.plan.prediction import SECONDS_PER_LAUNCH
 from meshmuon.tools.predict.launches import Launches, PartKind, adamw_launches, launches_of
-from meshmuon.tools.predict.prediction import predict
+from meshmuon.tools.predict.prediction import SECONDS_PER_LAUNCH, predict
 from meshmuon.tools.simulate.description import load_model
 from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.sharding import MeshAxes

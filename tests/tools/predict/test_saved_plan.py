@@ -39,8 +39,7 @@ def drawn_plan(seed: int) -> Plan:
     options = replace(
         random_options(rng),
         nodes=rng.choice([None, random_nodes(rng, ranks_of(params))]),
-        waves=rng.choice([None, 1, 3]),
-        cost=CostModel(*(rng.choice([1.0, 2.5]) for _ in range(2)), *(rng.choice([None, 3.0]) for _ in range(3))),
+        cost=CostModel(*(rng.choice([1.0, 2.5]) for _ in range(2)), *(rng.choice([None, 3.0]) for _ in range(4))),
     )
     return make_plan(params, options)
 

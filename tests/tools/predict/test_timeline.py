@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from meshmuon.layout import Replicated
 from meshmuon.plan import Nodes, Plan, make_plan, routes_of
-from meshmuon.plan.calibration import Calibration
-from meshmuon.plan.timeline import ON_LINKS, RankSpan, StepSeconds, Timeline, WaveSeconds, timeline_of
+from meshmuon.tools.predict.calibration import Calibration
 from meshmuon.tools.predict.prediction import predict
+from meshmuon.tools.predict.timeline import ON_LINKS, RankSpan, StepSeconds, Timeline, WaveSeconds, timeline_of
 from tests.support.plans import (
     entry,
     line,

@@ -20,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshmuon import TransportError, get_default_muon_param_groups
 from meshmuon.layout import Sharded
-from meshmuon.plan import Machine, Plan
+from meshmuon.plan import Plan
+from meshmuon.tools.predict.machines import Machine
 from meshmuon.tools.simulate.description import ModelDescription
 from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.modules import describe_hf

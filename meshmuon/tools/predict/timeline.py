@@ -15,7 +15,7 @@ from functools import cached_property
 from operator import sub
 from typing import NamedTuple, TypeAlias
 
-from .schedule import Action, pipeline_order
+from ...plan import Action, pipeline_order
 
 Seconds: TypeAlias = "Sequence[float]"
 """One number for each rank of the step, in its order."""
