@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import common  # first: it sets what torch reads when it starts
 import torch
 import torch.optim._muon as torch_muon
-from accuracy import LEAST, SPECTRA, matrix_with
-from common import COLOURS, KELLER, Goal, Quartiles, Report, race, ratio
+from common import COLOURS, KELLER, LEAST, SPECTRA, Goal, Quartiles, Report, matrix_with, race, ratio
 from contenders import DECAY, EPS, LR, STEPS, Contender, enter, patched
 from models import Model, gpt_matrices
 from torch import Tensor, nn

@@ -52,7 +52,9 @@ if TYPE_CHECKING:
 __all__ = [
     "COLOURS",
     "KELLER",
+    "LEAST",
     "SHAPE",
+    "SPECTRA",
     "Benchmark",
     "Goal",
     "Quartiles",

@@ -26,8 +26,8 @@ from common import (
     log_axis,
 )
 
-from meshmuon.plan.prediction import SECONDS_PER_LAUNCH
 from meshmuon.tools.predict.launches import Launches
+from meshmuon.tools.predict.prediction import SECONDS_PER_LAUNCH
 from meshmuon.tools.simulate.description import load_model
 from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.sharding import MeshAxes

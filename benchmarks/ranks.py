@@ -23,9 +23,9 @@ from wire import Wire
 
 from meshmuon import DistMuon, Muon, Workspace, keller, orthogonalize
 from meshmuon.device import memory_budget_for
-from meshmuon.plan.calibration import Calibration
 from meshmuon.tools.doctor.context import Context, DoctorOptions
 from meshmuon.tools.doctor.measurements import calibrate
+from meshmuon.tools.predict.calibration import Calibration
 
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
 OURS, NAIVE, REFERENCE, PURE, ALONE = "meshmuon", "naive", "reference", "pure work", "exchanges alone"
@@ -112,7 +112,12 @@ def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]], rates: C
     if layout.data_parallel:
         ours: Muon = DistMuon(groups, adjust_lr_fn="match_rms_adamw", **options)
     else:
-        ours = Muon(groups, use_distributed_muon=name == REFERENCE, cost_model=rates, **options)
+        ours = Muon(
+            groups,
+            use_distributed_muon=name == REFERENCE,
+            cost_model=None if rates is None else rates.cost_model(),
+            **options,
+        )
     return Runner(params, Step(ours.step, fresh_gradients), ours)
 
 

@@ -331,11 +331,6 @@ def device_memory(device: torch.device) -> int | None:
     return None if device.type != "cuda" else int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def device_name(device: torch.device) -> str:
-    """The name of a GPU; empty for other devices."""
-    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
-
-
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``. Only a copy to the host waits: the host could otherwise read it before it has
     arrived.

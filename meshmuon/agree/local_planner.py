@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-from ..device import device_memory, device_name, memory_budget_for
+from ..device import device_memory, memory_budget_for
 from ..errors import PlanError
 from ..execute import may_fail
 from ..layout import Layout, Mesh
@@ -20,20 +18,14 @@ from ..ortho import expected_flops
 from ..params.dtensors import ReplicaGroup, connected_ranks, layouts_of, replica_ranks, replicated_layout, siblings
 from ..params.param_record import ParamIndex, ParamRecord
 from ..plan import (
-    DEFAULT_IN_FLIGHT,
     NO_WAVE,
-    Calibration,
     CostModel,
-    Machine,
     Nodes,
     PartIndex,
     Plan,
     PlannedParam,
     PlanOptions,
-    Wire,
-    choose_plan,
     cost_model_for,
-    machine_like,
     make_plan,
 )
 from ..transport import Exchange
@@ -46,7 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _T = TypeVar("_T")
-_MOST_BUDGETS = 18  # that exchange buffers may take if the user sets no memory for them: 9 GiB on a GPU of 80 GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +84,9 @@ class PlanSettings:
     options: PlanOptions
     form: str  # of the orthogonalisation: it decides the FLOPs
     path: str  # which executor will run the plan, as text
-    cost_model: CostModel | Calibration | None = None  # the user's own; None for that of the parameters' device
+    cost_model: CostModel | None = None  # the user's own; None for that of the parameters' device
     memory_budget: int | None = None  # the same
-    averages: bool = False  # of ``DistMuon``
-    machine: Machine | None = None  # that is simulated; None for the one whose name the parameters' device has
+    device_memory: int | None = None  # bytes of the device, where it is simulated
 
 
 class LocalPlanner:
@@ -124,30 +114,16 @@ class LocalPlanner:
         exchange: Exchange | None = None,
     ) -> None:
         options = settings.options
-        self._rates: Calibration | None = None  # by which plans are chosen
-        self._most_buffer_bytes: int | None = None  # where memory is left to the plan
         if records:
             # Cost model and budget are those of an accelerator, if any matrix is on one.
             of_muon = [record for record in records if record.matrix_sets is not None] or list(records)
-            first = min(of_muon, key=lambda record: record.work_device.type == "cpu")
-            nodes = None if topology.nodes is None else topology.nodes.among(topology.ranks)
-            machine, memory = settings.machine, None
-            if first.work_device.type != "cpu":
-                memory = device_memory(first.work_device) if machine is None else machine.memory_bytes
-                machine = machine or machine_like(device_name(first.work_device))
-                if (
-                    machine is None
-                    and settings.cost_model is None
-                    and topology.rank == topology.ranks[0] != topology.ranks[-1]
-                ):
-                    _tell_of_guess(device_name(first.work_device) or first.work_device.type)
-            costs = settings.cost_model or _costs_on(machine, first, several_nodes=nodes is not None)
-            if isinstance(costs, Calibration):
-                self._rates, costs = costs, costs.cost_model()
-            usual_budget = memory_budget_for(memory)
-            options = replace(options, cost=costs, budget=settings.memory_budget or usual_budget, nodes=nodes)
-            if memory is not None and settings.memory_budget is None and options.in_flight == DEFAULT_IN_FLIGHT:
-                self._most_buffer_bytes = _MOST_BUDGETS * usual_budget
+            device = min((record.work_device for record in of_muon), key=lambda device: device.type == "cpu")
+            options = replace(
+                options,
+                cost=settings.cost_model or cost_model_for(device.type),
+                budget=settings.memory_budget or memory_budget_for(settings.device_memory or device_memory(device)),
+                nodes=None if topology.nodes is None else topology.nodes.among(topology.ranks),
+            )
         self._settings = replace(settings, options=options)
         self._topology = topology
         self._exchange = exchange
@@ -270,11 +246,7 @@ class LocalPlanner:
             if index in indices
         ]
         parts = [planned for _, _, planned in chosen]
-        options, averages, most = self._settings.options, self._settings.averages, self._most_buffer_bytes
-        if self._rates is None:
-            plan = make_plan(parts, options)
-        else:  # the rates of the machine are known: the fastest of several plans
-            plan = choose_plan(parts, options, self._rates, most_buffer_bytes=most, averages=averages)
+        plan = make_plan(parts, self._settings.options)
         return StepDecision(
             plan=plan,
             planned_parts=tuple((ParamIndex(index), part) for index, part, _ in chosen),
@@ -355,24 +327,6 @@ def _places(record: ParamRecord) -> str:
     """
     stored, works = record.device.type, record.work_device.type
     return works if stored == works else f"{stored} to {works}"
-
-
-@lru_cache
-def _tell_of_guess(device: str) -> None:
-    logging.getLogger("meshmuon").warning(
-        "meshmuon does not know how fast %s is, and plans with a guess. Measure it with torchrun ... -m meshmuon "
-        "doctor --save FILE, and pass cost_model=FILE to Muon.",
-        device,
-    )
-
-
-def _costs_on(machine: Machine | None, record: ParamRecord, *, several_nodes: bool) -> CostModel | Calibration:
-    """The rates of a machine for parameters such as ``record``, or a guess for its kind of device."""
-    dtype = str(record.compute_dtype_of(*(record.matrix_sets or ())[:1])).removeprefix("torch.")
-    if machine is None or machine.device == "cpu" or dtype not in machine.peak_flops:
-        return cost_model_for(record.work_device.type, several_nodes=several_nodes)
-    wire = Wire(*(dtype.itemsize for dtype in record.comm_dtype)).itemsize
-    return machine.rates_for(dtype, several_nodes=several_nodes, weight=record.param.dtype.itemsize, wire=wire)
 
 
 def fingerprint_of(values: object) -> int:

@@ -1,4 +1,4 @@
-"""Where pieces are in the buffers of exchanges, and buffers on the way: in host memory, and between the hops of relays.
+"""Where pieces are in the buffers of exchanges, and buffers on the way in host memory.
 
 Pieces move between the flat buffer of an exchange and a batch of matrices in as few strided copies as they allow: those
 of ``strided_views``. A (4096, D) matrix over 2,048 ranks is 2,048 blocks of 2 rows. They lie at equal distances in the
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..device import HOST, Transfers, transfers_for
 from ..layout import Piece
 from ..ortho import Workspace
-from ..plan import Hops, PieceTransfer
+from ..plan import PieceTransfer
 
 PlacedTransfers: TypeAlias = "list[tuple[PieceTransfer, int]]"
 """Transfers with the offsets of their pieces in a buffer."""
@@ -147,32 +147,3 @@ class Staging:
     def bytes(self) -> int:
         """Host memory held."""
         return self._host.bytes()
-
-
-@dataclass(frozen=True, slots=True)
-class RelayMemory:
-    """Buffers between the hops of one exchange.
-
-    Exchanges of the same ``place`` are never in flight at the same time, and share the buffers of the first hop. The
-    others run while the exchange is waited for, which all exchanges of one ``direction`` do one after the other on one
-    stream.
-    """
-
-    workspace: Workspace
-    place: str
-    direction: str
-    base: torch.dtype | None = None  # of memory that both directions share although their dtypes differ
-
-    def take(self, hop: int, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of one hop. Before the first is used, the largest of its kind has been taken (``reserve``)."""
-        where, base = self.direction if hop else self.place, self.base or dtype
-        flat = self.workspace.take(
-            f"relay {hop} {name} {where}", (size * dtype.itemsize // base.itemsize,), base, device
-        )
-        return flat.view(dtype)
-
-    def reserve(self, hops: Hops, position: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocates the buffers of an exchange for the rank at ``position`` in the plan; later ones may be smaller."""
-        for number, hop in enumerate(hops):
-            for name, sizes in (("sent", hop.sent), ("received", hop.received)):
-                self.take(number, name, sizes[position] // dtype.itemsize, dtype, device)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..plan import NO_WAVE, WaveHops, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
-from .buffers import RelayMemory, Stage, Staging, offsets_of
+from ..plan import NO_WAVE, WaveSizes, gradient_read_order, slot_sizes, wave_sizes
+from .buffers import Stage, Staging, offsets_of
 from .local_batch import STAGED_IN_FLIGHT, LocalBatch, StagedBatch
 from .ortho_batch import MATRICES, OrthoBatch
-from .program_builder import MatrixBatch, MatrixRange, ProgramBuilder, batch_size, gathers, scatters
+from .program_builder import MatrixBatch, MatrixRange, ProgramBuilder, batch_size
 from .rounding import RoundingScratch
 from .rule_state import RuleStateExchange, rule_state_exchanges
 from .shards import MomentumViews, ShardView, UpdateViews
@@ -31,7 +30,6 @@ class RankProgram:
     waves: tuple[RankWave, ...] = ()  # matrices that are exchanged
     in_flight: int = 1  # most waves between their first and their last exchange
     gathered_ahead: int | None = None  # as in ``pipeline_order``
-    first_sends_last: bool = False  # as there
     local: tuple[LocalBatch, ...] = ()  # matrices that need no exchange
     staged: tuple[StagedBatch, ...] = ()  # the same for weights in host memory
     # those of the matrices that are exchanged, one per device, dtype and memory
@@ -66,7 +64,6 @@ class RankProgramBuilder(ProgramBuilder):
         return RankProgram(
             waves=tuple(waves),
             in_flight=self.plan.options.in_flight,
-            first_sends_last=self.plan.first_sends_last,
             local=tuple(local),
             staged=tuple(staged),
             rule_states=tuple(rule_state_exchanges(self, owned_rule_state)),
@@ -143,9 +140,7 @@ class RankProgramBuilder(ProgramBuilder):
         of_waves = set[int]().union(*reads[:waves])
         frees: list[list[int]] = [[] for _ in reads]
         read_later: set[int] = set()
-        order = gradient_read_order(
-            waves, len(local_batches), self.plan.options.in_flight, first_sends_last=self.plan.first_sends_last
-        )
+        order = gradient_read_order(waves, len(local_batches), self.plan.options.in_flight)
         for k in reversed(list(order)):
             frees[k] = sorted(reads[k] - read_later - (of_waves if k >= waves else set()))
             read_later |= reads[k]
@@ -161,18 +156,6 @@ class RankProgramBuilder(ProgramBuilder):
                 for name, size in zip(("shards", "gathered", "results"), largest, strict=True):
                     self._buffer(name, waves[0], slot, size)
                 self._stage(waves[0], slot, largest[0])
-        if self.plan.relayed:
-            self._reserve_relays(self.plan.hops, [f"slot {wave % slots}" for wave in range(len(sizes))])
-
-    def _reserve_relays(self, hops: Sequence[WaveHops], places: Sequence[str]) -> None:
-        """Allocates the buffers between the hops of relayed exchanges at their largest size; ``places`` has that of
-        each wave.
-        """
-        for wave, (exchanges, place) in enumerate(zip(hops, places, strict=True)):
-            for direction, exchange in zip(("gather", "scatter"), exchanges, strict=True):
-                dtype, device = self._wire(wave)
-                memory = RelayMemory(self.workspace, place, direction, dtype)
-                memory.reserve(exchange, self.plan.ranks.index(self.rank), dtype, device)
 
     def _wire(self, wave: int) -> tuple[torch.dtype, torch.device]:
         return self.lane_wire(wave).base, self.lane_template(wave).work_device
@@ -211,27 +194,23 @@ class RankProgramBuilder(ProgramBuilder):
         filled, received = (views_of(self, way, near_weights) for way in (gather, scatter))
         sent = {transfer.task for transfer, _ in filled}
         unsent = [shard for transfer, shards in received if transfer.task not in sent for shard in shards]
-        routes_of_rank = partial(self.routes_of_wave, k)
-        relayed = partial(RelayMemory, self.workspace, f"slot {slot}", base=wire.base)
+        (gathered_in, gathered_out), (scattered_in, scattered_out) = (
+            gather.of_dtype(gathered, shards),
+            scatter.of_dtype(shards, results),
+        )
         return Wave(
             params=params,
             momentum_views=MomentumViews([shard for _, shards in filled for shard in shards], self.step_params, unsent),
-            gather=self.prepare_exchange(
-                *gather.of_dtype(gathered, shards), gathers(routes_of_rank), relayed(direction="gather")
-            ),
+            gather=self.prepare_exchange(gathered_in, routes.gather_in, gathered_out, routes.gather_out),
             owned_batches=tuple(
                 owned_batch(self, *batch, gather.places(gathered, shards), scatter.places(results, shards))
                 for batch in owned_batches
             ),
-            scatter=self.prepare_exchange(
-                *scatter.of_dtype(shards, results), scatters(routes_of_rank), relayed(direction="scatter")
-            ),
+            scatter=self.prepare_exchange(scattered_in, routes.scatter_in, scattered_out, routes.scatter_out),
             update_views=update_views(self, k, received),
             frees=frees,
             fallible=any(self.step_params[param].fallible for param in params),
             repeated=self.repeated,
             shared=self.shared,
             stage=stage,
-            beside=self.plan.first_sends_last,
-            sends_last=self.plan.first_sends_last and k == 0,
         )

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, WaveRoutes
-from .buffers import RelayMemory, offsets_of
+from .buffers import offsets_of
 from .build import RankProgram, RankProgramBuilder
 from .executor import Executor
 from .local_batch import LocalBatch
-from .program_builder import MatrixBatch, scatters
+from .program_builder import MatrixBatch
 from .shards import MomentumViews, ShardView
 from .step_param import RunningStep
 from .wave import CopyPairs, PreparedExchange
@@ -106,8 +105,6 @@ class _DataParallelBuilder(RankProgramBuilder):
         batches = self.reserved_batches(self.owned_ranges)
         for k in range(len(self.routes)):
             self._averages(k)  # grown to its final size before anything keeps a view of it
-        if self.plan.relayed:
-            self._reserve_relays(self.plan.averaging_hops, [f"wave {wave}" for wave in range(len(self.routes))])
         waves = tuple(self._averaging_wave(k, batches[k]) for k in range(len(self.routes)))
         count = max(1, len(waves))  # all gradients are on their way before the first is waited for
         return RankProgram(waves, in_flight=count, gathered_ahead=count, freed_at_end=range(len(self.step_params)))
@@ -123,14 +120,13 @@ class _DataParallelBuilder(RankProgramBuilder):
         return template.param.dtype, template.param.device
 
     def _averaging_wave(self, k: int, batches: Sequence[MatrixBatch]) -> _Wave:
-        routes, lists = self.routes[k], scatters(partial(self.routes_of_wave, k))
+        routes = self.routes[k]
         sent = self._flat(f"sent {k}", k, sum(transfer.piece.size for transfer in routes.scatter_in))
         received = self._flat(f"received {k}", k, sum(transfer.piece.size for transfer in routes.scatter_out))
-        relayed = partial(RelayMemory, self.workspace, f"wave {k}")
         return _Wave(
             params=self.wave_params[k],
-            gather=self.prepare_exchange(received, sent, lambda rank: lists(rank)[::-1], relayed("gather")),
-            scatter=self.prepare_exchange(sent, received, lists, relayed("scatter")),
+            gather=self.prepare_exchange(received, routes.scatter_out, sent, routes.scatter_in),
+            scatter=self.prepare_exchange(sent, routes.scatter_in, received, routes.scatter_out),
             not_owned=[shard for placed in offsets_of(routes.scatter_in) for shard in self.piece_views(*placed, sent)],
             owned_batches=[self._averaged_batch(routes, batch, received, self._averages(k)) for batch in batches],
         )

@@ -122,13 +122,13 @@ class Executor(StepExecutor):
 
     def warm_up(self, attempt: int) -> None:
         exchanging = (*self._program.waves, *self._program.rule_states)
-        hops = [hop for each in exchanging for exchange in (each.gather, each.scatter) for hop in exchange.hops]
+        prepared = [one for each in exchanging for one in (each.gather, each.scatter)]
         if (exchange := self._exchange) is None or self._meets_on is None:
             return
-        # As many on all ranks, which all have these hops. Without any, metrics and masks are reduced, which connects
-        # ranks too.
-        for device in dict.fromkeys(hop.sent.device for hop in hops) or (self._meets_on,):
-            splits = [(hop.received_splits, hop.sent_splits) for hop in hops if hop.sent.device == device]
+        # As many on all ranks, which all have these. Without any, metrics and masks are reduced, which connects ranks
+        # too.
+        for device in dict.fromkeys(one.sent.device for one in prepared) or (self._meets_on,):
+            splits = [(one.received_splits, one.sent_splits) for one in prepared if one.sent.device == device]
             nothing = exchange.splits({}), exchange.splits({})
             received, sent = (
                 [max(counts) for counts in zip(*each, strict=True)] for each in zip(nothing, *splits, strict=True)
@@ -185,12 +185,7 @@ class Executor(StepExecutor):
             finish_all(unfinished)
 
         advance(rule_states)
-        order = pipeline_order(
-            len(waves),
-            program.in_flight,
-            gathered_ahead=program.gathered_ahead,
-            first_sends_last=program.first_sends_last,
-        )
+        order = pipeline_order(len(waves), program.in_flight, gathered_ahead=program.gathered_ahead)
 
         run_pipeline(waves, order, run_local_batches, before_last_results)
         finish_all(rule_states)
@@ -223,9 +218,9 @@ def run_pipeline(
     """Runs all waves, ``local`` and ``during_last_scatter`` in the order that ``pipeline_order`` found
     (``plan/schedule.py``).
 
-    The waves are generators that yield twice: after sending their pieces, and after sending their results; one that
-    sends these in a turn of its own yields before it as well. Four waves, three in flight: gather 0, gather 1, local,
-    compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute 3, during last scatter, finish 1 to 3.
+    The waves are generators that yield twice: after sending their pieces, and after sending their results. Four waves,
+    three in flight: gather 0, gather 1, local, compute 0, gather 2, compute 1, finish 0, gather 3, compute 2, compute
+    3, during last scatter, finish 1 to 3.
     """
     order = iter(order)
     for action, wave in order:

@@ -4,7 +4,7 @@ first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -15,30 +15,23 @@ from ..layout import Layout
 from ..ortho import Workspace
 from ..plan import (
     NO_WAVE,
-    Nodes,
-    Parcel,
     PieceTransfer,
     Plan,
     PlanData,
     PlannedParam,
-    Relays,
-    WaveRoutes,
     plan_batches,
     routes_of,
 )
 from ..torch_compat import local_part
 from ..transport import Exchange
-from .buffers import RelayMemory, Staging
+from .buffers import Staging
 from .ortho_batch import MATRICES, BatchMemory, OrthoBatch
 from .settings import ExecutorSettings
 from .shards import ShardView
 from .step_param import MatrixKey, StepParam
 from .views import LocalWindow
-from .wave import CopyPairs, Hop, PreparedExchange
+from .wave import PreparedExchange
 from .wire import LaneWire
-
-ListsOfRank: TypeAlias = "Callable[[int], tuple[Sequence[PieceTransfer], Sequence[PieceTransfer]]]"
-"""From a rank to what arrives there in an exchange and what leaves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +71,6 @@ class ProgramBuilder:
         self.stagings: dict[torch.device, Staging] = {}
         self.memory = BatchMemory(workspace)
         self.routes = routes_of(plan, rank)  # wave by wave
-        self._routes_of_ranks = {rank: self.routes}  # and of others, where this one relays for them
         self._local_index = [_local_index(planned, rank) for planned in plan.params]
         self._matrix_at = [{position: matrix for matrix, position in index.items()} for index in self._local_index]
         self._windows = [_local_window(planned, rank) for planned in plan.params]
@@ -202,82 +194,13 @@ class ProgramBuilder:
         return [ShardView(part_index, cut, cut_view, matrix) for cut, cut_view in window.cuts(stack, view.view(inside))]
 
     def prepare_exchange(
-        self, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory
+        self, received: Tensor, arriving: Sequence[PieceTransfer], sent: Tensor, leaving: Sequence[PieceTransfer]
     ) -> PreparedExchange:
-        """What one exchange sends and receives: the beginnings of two flat buffers, and the elements of each rank in
-        them.
-
-        Args:
-            received: the buffer that it receives into.
-            sent: the buffer that it sends.
-            lists: what arrives at a rank, and what leaves it. Of a transfer only the piece and the other rank are read,
-                not its direction. Ranks of other nodes are not asked for, and others than this one only if the plan
-                needs relays.
-            memory: where relayed pieces are on their way.
-        """
+        """One exchange: the beginnings of two flat buffers, and what of them each rank sends and gets."""
         assert self.exchange is not None
-        inward, outward = (_sizes_by_peer(self.rank, transfers, sent.dtype) for transfers in lists(self.rank))
+        inward, outward = (_sizes_by_peer(self.rank, transfers, sent.dtype) for transfers in (arriving, leaving))
         received, sent = received[: sum(inward.values())], sent[: sum(outward.values())]
-        if self.plan.options.max_peers is not None and self.plan.options.nodes is not None:
-            return self._relayed(self.plan.options.nodes, received, sent, lists, memory)
-        return PreparedExchange((Hop(received, self.exchange.splits(inward), sent, self.exchange.splits(outward)),))
-
-    def _relayed(
-        self, nodes: Nodes, received: Tensor, sent: Tensor, lists: ListsOfRank, memory: RelayMemory
-    ) -> PreparedExchange:
-        """From ``sent``, ordered by the ranks that parcels go to, to ``received``, by those that they come from."""
-        exchange, leaving, arriving = self.exchange, dict[Parcel, int](), dict[Parcel, int]()  # elements by parcel
-        assert exchange is not None
-        for mate in nodes.ranks[nodes.node_of(self.rank)]:
-            to_mate, from_mate = (_sizes_by_peer(mate, transfers, sent.dtype) for transfers in lists(mate))
-            arriving |= {(peer, mate): size for peer, size in to_mate.items()}
-            leaving |= {(mate, peer): size for peer, size in from_mate.items()}
-        sizes = {**leaving, **arriving}
-
-        def views(buffer: Tensor, parcels: Sequence[Parcel]) -> dict[Parcel, Tensor]:
-            return (
-                dict(zip(parcels, torch.split(buffer, [sizes[parcel] for parcel in parcels]), strict=True))
-                if parcels
-                else {}
-            )
-
-        def buffer(
-            hop: int, name: str, parcels: Sequence[tuple[int, Parcel]]
-        ) -> tuple[Tensor, list[int], dict[Parcel, Tensor]]:
-            """A buffer for these parcels, its elements by rank of the group, and the view of each parcel."""
-            elements: dict[int, int] = {}
-            for peer, parcel in parcels:
-                elements[peer] = elements.get(peer, 0) + sizes[parcel]
-            flat = memory.take(hop, name, sum(elements.values()), sent.dtype, sent.device)
-            return flat, exchange.splits(elements), views(flat, [parcel for _, parcel in parcels])
-
-        def copies(targets: Mapping[Parcel, Tensor]) -> CopyPairs:
-            return CopyPairs(list(targets.values()), [here[parcel] for parcel in targets])
-
-        # and what arrives, hop by hop
-        here = views(sent, [parcel for parcel in sorted(leaving) if parcel[0] == self.rank])
-        hops = []
-        for number, routes in enumerate(Relays(nodes).hops(self.rank, leaving, arriving)):
-            out, out_splits, of_out = buffer(number, "sent", routes.sent)
-            arrived, arrived_splits, of_arrived = buffer(number, "received", routes.received)
-            hops.append(Hop(arrived, arrived_splits, out, out_splits, copies(of_out)))
-            here |= of_arrived
-        final = views(received, [parcel for parcel in sorted(arriving) if parcel[1] == self.rank])
-        return PreparedExchange(tuple(hops), copies(final))
-
-    def routes_of_wave(self, wave: int, rank: int) -> WaveRoutes:
-        """The routes of any rank in a wave."""
-        if rank not in self._routes_of_ranks:
-            self._routes_of_ranks[rank] = routes_of(self.plan, rank)
-        return self._routes_of_ranks[rank][wave]
-
-
-def gathers(routes_of_rank: Callable[[int], WaveRoutes]) -> ListsOfRank:
-    return lambda rank: (routes_of_rank(rank).gather_in, routes_of_rank(rank).gather_out)
-
-
-def scatters(routes_of_rank: Callable[[int], WaveRoutes]) -> ListsOfRank:
-    return lambda rank: (routes_of_rank(rank).scatter_in, routes_of_rank(rank).scatter_out)
+        return PreparedExchange(received, self.exchange.splits(inward), sent, self.exchange.splits(outward))
 
 
 def batch_size(batch: MatrixBatch) -> int:

@@ -7,16 +7,14 @@ them back. ``rule_state_param`` says who stores them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..plan import NO_WAVE, PieceTransfer, Plan, WaveRoutes, rank_routes
-from .buffers import RelayMemory
-from .program_builder import ProgramBuilder, gathers, rule_state_param, scatters
+from .program_builder import ProgramBuilder, rule_state_param
 from .shards import ShardView, grouped, load_rule_state, store_rule_state
 from .step_param import RunningStep, StepParam
 from .wave import CopyPairs, PreparedExchange
@@ -69,8 +67,8 @@ def rule_state_exchanges(builder: ProgramBuilder, numbers: Mapping[tuple[int, in
     for members in grouped(remembered, lambda member: (kinds[plan.tasks[member[0]].param], member[1])):
         transfers = [rule_state_transfers(plan, t, step_params, memory) for t, memory in members]
         params = frozenset(plan.tasks[t].param for t, _ in members)
-        routes = partial(
-            rank_routes,
+        routes = rank_routes(
+            builder.rank,
             gathers=[transfer for gather, _ in transfers for transfer in gather],
             scatters=[transfer for _, scatter in transfers for transfer in scatter],
         )
@@ -101,15 +99,12 @@ def rule_state_transfers(
 
 def _exchange(
     builder: ProgramBuilder,
-    routes_of_rank: Callable[[int], WaveRoutes],
+    routes: WaveRoutes,
     memory: int,
     numbers: Mapping[tuple[int, int], Tensor],
     params: frozenset[int],
 ) -> RuleStateExchange:
-    routes, template = routes_of_rank(builder.rank), builder.step_params[min(params)]
-
-    def memory_of(name: str) -> RelayMemory:
-        return RelayMemory(builder.workspace, f"{name} {memory}", name)
+    template = builder.step_params[min(params)]
 
     def placed(transfers: Sequence[PieceTransfer]) -> tuple[Tensor, list[tuple[PieceTransfer, Tensor]]]:
         """A buffer for exactly these transfers, and the view of each."""
@@ -141,11 +136,9 @@ def _exchange(
     return RuleStateExchange(
         params=params,
         sent_shards=shards([*sent, *staying]),
-        gather=builder.prepare_exchange(gather_in, gather_out, gathers(routes_of_rank), memory_of("rule state gather")),
+        gather=builder.prepare_exchange(gather_in, routes.gather_in, gather_out, routes.gather_out),
         unpack=CopyPairs(unpacked, arrived),
         pack=CopyPairs(leaving, packed),
-        scatter=builder.prepare_exchange(
-            scatter_in, scatter_out, scatters(routes_of_rank), memory_of("rule state scatter")
-        ),
+        scatter=builder.prepare_exchange(scatter_in, routes.scatter_in, scatter_out, routes.scatter_out),
         received_shards=shards([*received, *staying]),
     )

@@ -8,7 +8,6 @@ is whole on its rank needs no exchange: ``local_batch.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,17 +51,12 @@ class Wave:
     fallible: bool  # code of the user computes some of its matrices: ranks tell each other which have failed
     repeated: frozenset[MatrixKey]  # matrices of the plan that several ranks compute, for different holders
     shared: Sequence[int]  # the parts that all ranks know of, in the same order on all of them
-    # Gathers are waited for beside the main stream, where a rank without matrices of the wave starts the scatter, too:
-    # the others do not wait for what it computes in another wave. All waves are in flight, none is finished before the
-    # last has computed.
-    beside: bool = False
-    sends_last: bool = False  # the results are sent in a turn of their own
     # copies between host memory, where the views are, and the device; None if both are the same
     stage: Stage | None = None
 
     def run(self, step: RunningStep) -> Iterator[None]:
         if self.params <= step.idle:
-            yield from (None,) * (3 if self.sends_last else 2)
+            yield from (None,) * 2
             return
         observer, streams = step.observer, step.streams
         # The side stream does elementwise work and exchanges, the main stream orthogonalises. On a CPU all work runs in
@@ -75,18 +69,13 @@ class Wave:
             gather = self.gather.start(step, "gather")
         step.free_gradients(self.frees)
         yield
-        with streams.on_side_stream(step.ready) if self.beside else nullcontext(), observer.phase("gather"):
+        with observer.phase("gather"):
             # An exchange runs after what its stream was given before it, so that the main stream waits for the side
             # stream, too.
             gather.wait()
-        if self.beside and self.owned_batches:
-            streams.main_waits(streams.side_mark())
         for batch in self.owned_batches:
             batch.run(step)
-        if self.sends_last:
-            yield
-        with streams.on_side_stream(step.ready) if self.beside and not self.owned_batches else nullcontext():
-            scatter = self.scatter.start(step, "scatter")
+        scatter = self.scatter.start(step, "scatter")
         yield
         with streams.on_side_stream(step.ready):  # which it has already seen: ``scatter.wait`` adds the rest
             with observer.phase("scatter"):
@@ -160,7 +149,7 @@ NO_COPIES = CopyPairs([], [])
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class PreparedExchange:
     """One exchange of the process group: flat views of two buffers, and elements per rank of the group.
 
     A rank that receives 6 elements from rank 0 and 12 from rank 2 of four has ``received`` of 18 and splits of [6, 0,
@@ -171,39 +160,8 @@ class Hop:
     received_splits: list[int]
     sent: Tensor
     sent_splits: list[int]
-    before: CopyPairs = NO_COPIES  # fill ``sent``, where that is not done by others
 
     def start(self, step: RunningStep, phase: str) -> Pending:
+        """Starts it; ``phase`` names it in errors. The step's observer sees all that is sent."""
         assert step.exchange is not None
-        self.before.run(step)
         return step.exchange.start(self.received, self.received_splits, self.sent, self.sent_splits, phase=phase)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedExchange:
-    """An exchange with its buffers: one hop or, through relays, three: collect, forward, distribute."""
-
-    hops: tuple[Hop, ...]
-    after: CopyPairs = NO_COPIES  # from what the hops have received to where it is needed
-
-    def start(self, step: RunningStep, phase: str) -> StartedExchange:
-        """Starts the first hop; ``phase`` names the exchange in errors. The step's observer sees all that is sent."""
-        return StartedExchange(self, step, phase, self.hops[0].start(step, phase))
-
-
-@dataclass(frozen=True, slots=True)
-class StartedExchange:
-    """An exchange that has started. All ranks wait for those that go through relays in the same order."""
-
-    exchange: PreparedExchange
-    step: RunningStep
-    phase: str
-    first: Pending
-
-    def wait(self) -> None:
-        """Work that is issued after this call sees the received elements. Runs the other hops."""
-        self.first.wait()
-        for hop in self.exchange.hops[1:]:
-            later = hop.start(self.step, self.phase)
-            later.wait()
-        self.exchange.after.run(self.step)

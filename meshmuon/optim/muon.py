@@ -29,7 +29,7 @@ from ..params.lr import AdjustLR
 from ..params.option_table import NonFinitePolicy, ParamGroup, Rounding, group_options, with_options
 from ..params.param_record import named_params
 from ..params.rules import RuleLike
-from ..plan import DEFAULT_MAX_PEERS, CostModelLike, Plan, PlanOptions, Replicas, cost_model_for, cost_model_from
+from ..plan import CostModelLike, Plan, PlanOptions, Replicas, cost_model_for, cost_model_from
 from ..qk_clip.clip import QKClip
 from ..routing.param_groups import param_groups_from
 from ..routing.table import RoutingTable, build_routing_table, is_first_of_ranks
@@ -135,9 +135,7 @@ class Muon(PreparedStep):
         self._settings = ExecutorSettings(chunk_size, memory_budget, deterministic=deterministic, **engine)
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces cost model and budget: by the user's, or by those of the parameters' device.
-        self._plan_options = PlanOptions(
-            cost_model_for("cpu"), replicas, chunk_size, in_flight=warmup_step + 1, max_peers=DEFAULT_MAX_PEERS
-        )
+        self._plan_options = PlanOptions(cost_model_for("cpu"), replicas, chunk_size, in_flight=warmup_step + 1)
         self._comm_dtype = comm_dtype
         self._reference = use_distributed_muon
         self._replica_group = replica_group
@@ -369,7 +367,7 @@ class Muon(PreparedStep):
         path = "DistMuon" if averages else f"use_distributed_muon={self._reference}"
         path += f", {self._settings.bits}, metrics={self._metrics}, nonfinite={self._nonfinite.policy}"
         budget = self._settings.memory_budget
-        settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model, budget, averages)
+        settings = PlanSettings(self._plan_options, self._settings.form, path, self._cost_model, budget)
         self._planner = Planner(settings, self._replica_group, weakref.ref(self), reduced=not averages)
         executor = DataParallelExecutor if averages else ReferenceExecutor if self._reference else Executor
         self._executor = executor(self._settings)

@@ -27,7 +27,6 @@ _WHY_NO_OPTION = {
     "amsgrad": "AdamW's part has no such variant. Leave it out",
     "dampening": "momentum is a sum, M ← momentum·M + G. Leave it out",
     "form": "each matrix takes the form with the fewest FLOPs that is safe in its dtype. Leave it out",
-    "max_peers": "the plan decides when exchanges go through relays. Leave it out",
     "ns_coefficients": "the coefficients are those of the scheme. Write scheme=[(a, b, c)]",
     "warmup": _NO_WARMUP,
     "warmup_steps": _NO_WARMUP,

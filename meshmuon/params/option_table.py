@@ -307,15 +307,14 @@ _ENGINE = (
     ),
     Option("replicas", "auto", _WHOLE, one_of(REPLICA_OPTIONS), _PLAN).with_help(
         'Where ranks hold the same matrix (HSDP, replicated DTensors): ``"share"`` has one replica compute it for all, '
-        '``"repeat"`` has each compute it, ``"auto"`` takes the faster, and shares what a scheme or a rule of your own '
-        "computes."
+        '``"repeat"`` has each compute it, ``"auto"`` takes what leaves the busiest rank less, and shares what a '
+        "scheme or a rule of your own computes."
     ),
     # ExecutorSettings checks its range.
     Option("memory_budget", None, _WHOLE, whole_number(optional=True), _PLAN).with_help(
         "Bytes of matrices that an owner gathers per wave, and of scratch that a batch may use. By default 64 MiB of "
         "a CPU's memory, or a 128th of a GPU's (512 MiB of 80 GB; twice that for batches). The exchange buffers of a "
-        "rank take at most 2 × ``memory_budget`` × (``warmup_step`` + 1), or one matrix per owner. Where plans are "
-        "compared, the default is a start: waves may be larger, and buffers take at most 18 × it."
+        "rank take at most 3 × ``memory_budget`` × (``warmup_step`` + 1), or one matrix per owner."
     ),
     # ExecutorSettings checks its range.
     Option("chunk_size", -1, _WHOLE, whole_number(), _PLAN).with_help(
@@ -344,8 +343,7 @@ _ENGINE = (
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(
         "How fast the machine is, for the choice of owners, waves and ``replicas``: a file of ``meshmuon doctor "
-        "--save``, or a ``CostModel``; by default the machine file that fits the GPU's name, or a guess. See "
-        "docs/doctor.md."
+        "--save``, or a ``CostModel``; by default orders of magnitude of its kind of device. See docs/doctor.md."
     ),
     Option("metrics", None, _WHOLE, whole_number(1, optional=True), _PLAN).with_help(
         "Measures every k-th step, for ``optimizer.metrics()``; by default none. See docs/metrics.md."

@@ -10,6 +10,7 @@ from ..layout import ShardedMatrix
 from .nodes import Crossings
 
 _LARGEST = 1e30  # costs stay finite when they are multiplied by bytes and added up
+_WORTH = 14  # empty exchanges that take as long as what an exchange more costs a step
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -24,6 +25,7 @@ class CostModel:
         there. host_flops_per_byte: the first between the memory of a device and that of its host, for weights that are
         there; None if
             it is the same as between ranks.
+        flops_per_peer: FLOPs in the time that each peer adds to an exchange; None for no time.
     """
 
     flops_per_byte: float
@@ -31,6 +33,7 @@ class CostModel:
     between_flops_per_byte: float | None = None
     between_flops_per_exchange: float | None = None
     host_flops_per_byte: float | None = None
+    flops_per_peer: float | None = None
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -61,58 +64,44 @@ class CostModel:
             return self.between_flops_per_exchange
         return self.flops_per_exchange
 
+    def waves(self, nbytes: int, peers: int, *, several_nodes: bool, most: int) -> int:
+        """The number of waves, up to ``most``, in which a rank that sends and receives ``nbytes`` ends first.
+
+        No wave computes beside the first gather and the last scatter. With w waves of sizes 1, 2, … 2, 1 these take
+        4/(w + 1)² of the time L of all bytes. Each wave costs C: two exchanges, counted ``_WORTH`` times, since its
+        batches are smaller and ranks meet. The sum of both, 4·L/(w + 1)² + w·C, is least at (w + 1)³ = 8·L/C. That is
+        compared without a root, whose last bit differs between machines.
+        """
+        links = nbytes * (self.per_byte_between if several_nodes else self.flops_per_byte)
+        overhead = 2 * (_WORTH * self.per_exchange(several_nodes=several_nodes) + (self.flops_per_peer or 0.0) * peers)
+        return next((count for count in range(most, 1, -1) if 8 * links >= overhead * (count + 0.5) ** 3), 1)
+
     def owning(self, flops: int, sharded: ShardedMatrix, itemsize: float, crossings: Crossings | None = None) -> float:
-        """Cost for the rank that owns a matrix: computing it, receiving it and sending it back.
+        """Cost for the rank that owns a matrix: computing it, receiving it once and sending it to every replica.
 
         ``crossings`` counts what travels between nodes; None on one node. The owner is taken to be one that needs the
         fewest.
         """
-        moved = 2 * sharded.size
-        cost = flops + self.flops_per_byte * moved * itemsize
-        if crossings is None:
-            return cost
-        between = crossings.fewest(sharded)  # exceeds ``moved`` if replicas on other nodes receive the result
-        inside_price, between_price = self.flops_per_byte * itemsize, self.per_byte_between * itemsize
-        return cost + (between_price - inside_price) * min(between, moved) + between_price * max(0, between - moved)
-
-    def sharing_pays(
-        self, flops: int, sharded: ShardedMatrix, itemsize: float, crossings: Crossings | None = None
-    ) -> bool:
-        """Whether one replica should compute for all, by FLOPs and bytes summed over the ranks.
-
-        For each additional replica, sharing saves one orthogonalisation and one gather and scatter inside the replica;
-        it costs sending the matrix to the replica once. Bytes between nodes have their own rate.
-        """
-        pieces = max(1, len(sharded.pieces))
-        inside = 2 * (pieces - 1) / pieces * sharded.size * itemsize
-        saved = flops + self.flops_per_byte * inside
-        spent = self.flops_per_byte * sharded.size * itemsize
-        if crossings is None or sharded.replicas == 1:
-            return saved >= spent
-        # The additional cost of a byte between nodes.
-        extra = (self.per_byte_between - self.flops_per_byte) * itemsize
-        fewer = crossings.fewest_apart(sharded) - crossings.fewest(sharded)
-        return (sharded.replicas - 1) * (saved - spent) + extra * fewer >= 0
+        between = 0 if crossings is None else crossings.fewest(sharded)
+        inside = (1 + sharded.replicas) * sharded.size - between
+        return flops + itemsize * (self.flops_per_byte * inside + self.per_byte_between * between)
 
 
 def repr_of_given(value: CostModel | Any) -> str:
     """The ``repr`` of a dataclass without fields that are None.
 
-    Part of a plan's digest: on one node and without relays it reads as it did before plans knew of these.
+    Part of a plan's digest: on one node it reads as it did before plans knew of several.
     """
     entries = [(entry.name, getattr(value, entry.name)) for entry in fields(value)]
     return f"{type(value).__name__}({', '.join(f'{name}={given!r}' for name, given in entries if given is not None)})"
 
 
-# Orders of magnitude: 4e14 FLOP/s of bfloat16 products, 40 GB/s of network per GPU and 25 GB/s to its host; 1e11 FLOP/s
-# and 1 GB/s per CPU core.
-_MODELS = {"cuda": CostModel(1e4, 1e10, host_flops_per_byte=1.6e4)}
-# Several nodes of GPUs: 300 GB/s and 10 µs inside a node, the above between nodes.
-_ON_SEVERAL_NODES = {"cuda": CostModel(1.3e3, 4e9, 1e4, 1e10, 1.6e4)}
+# Orders of magnitude. GPUs: 4e14 FLOP/s of bfloat16 products; 300 GB/s and 10 µs inside a node, 40 GB/s and 25 µs
+# between nodes, 25 GB/s to the host, 0.5 µs for each peer. CPUs: 1e11 FLOP/s and 1 GB/s per core.
+_GPU = CostModel(1.3e3, 4e9, 1e4, 1e10, 1.6e4, 2e8)
 _CPU = CostModel(100.0, 5e7)
 
 
-def cost_model_for(device_type: str, *, several_nodes: bool = False) -> CostModel:
+def cost_model_for(device_type: str) -> CostModel:
     """The model for a kind of device. It is the same on every rank, as plans must be."""
-    models = _ON_SEVERAL_NODES if several_nodes else _MODELS
-    return models.get(device_type, _CPU)
+    return _GPU if device_type == "cuda" else _CPU

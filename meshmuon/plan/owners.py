@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
 from ..layout import ShardedMatrix
 from .nodes import Crossings
-from .relays import relay_for
 from .tasks import Task
 
-_Holder: TypeAlias = "tuple[float, int, int, int]"  # load, elements between nodes, turn among equals, rank
+_Holder: TypeAlias = "tuple[float, int, int]"  # load, elements between nodes, rank
 
 
 def assign_owners(
@@ -21,8 +19,6 @@ def assign_owners(
     loads: dict[int, float],
     crossings: Crossings | None = None,
     itemsizes: Sequence[float] = (),
-    *,
-    spread: bool = False,
 ) -> list[int]:
     """The owner of each task; adds their costs to ``loads`` (rank → cost), which already has what is computed locally.
 
@@ -32,26 +28,15 @@ def assign_owners(
     finds the same owners.
 
     On several nodes, equally loaded ranks are tried in another order as well: first those that keep most of the matrix
-    on their node. That wins if neither the heaviest rank nor the bytes between nodes become more. With ``spread``, of
-    equally loaded ranks the first of every node come first, then the second of every node: owners of large matrices
-    then share no links of a node.
+    on their node. That wins if neither the heaviest rank nor the bytes between nodes become more.
 
     Costs 5, 4, 3, 3 and 3 over two ranks: 5 goes to rank 0, 4 to rank 1, then 3 to rank 1 (7), to rank 0 (8) and to
     rank 1 (10).
     """
-    if spread and tasks:  # an owner of a heavy matrix gets others only where no rank has less to do
-        mean, heavy = sum(task.cost for task in tasks) / len(loads), heavy_tasks(tasks, len(loads))
-        tasks = [replace(task, cost=max(task.cost, mean)) if k in heavy else task for k, task in enumerate(tasks)]
     by_cost = sorted(range(len(tasks)), key=lambda k: (-tasks[k].cost, k))
     by_holders = sorted(range(len(tasks)), key=lambda k: (len(tasks[k].sharded.holdings), -tasks[k].cost, k))
     orders = [by_cost] if by_cost == by_holders else [by_cost, by_holders]
-    turns = dict.fromkeys(loads, 0)
-    if spread and crossings is not None:
-        nodes = crossings.nodes.ranks
-        turns = {
-            r: (k - relay_for(n, len(node))) % len(node) for n, node in enumerate(nodes) for k, r in enumerate(node)
-        }
-    assignments = [_assign(tasks, order, dict(loads), None, turns) for order in orders]
+    assignments = [_assign(tasks, order, dict(loads), None) for order in orders]
     owners, loads_after = min(assignments, key=lambda assignment: _heaviest(assignment[1]))
     if crossings is not None and any(
         crossings.depend_on_owner(sharded) for sharded in {task.sharded for task in tasks}
@@ -64,10 +49,7 @@ def assign_owners(
                 itemsize_of[key] = itemsize_of.get(key, 0) + itemsize
             return sum(itemsize * crossings.of(sharded, owner) for (sharded, owner), itemsize in itemsize_of.items())
 
-        assignments = [
-            (owners, loads_after),
-            *(_assign(tasks, order, dict(loads), crossings, turns) for order in orders),
-        ]
+        assignments = [(owners, loads_after), *(_assign(tasks, order, dict(loads), crossings) for order in orders)]
         # Not by the load first: floats of equal loads may differ in their last bit.
         scores = [(between(owners), _heaviest(with_them)) for owners, with_them in assignments]
         allowed = [k for k, score in enumerate(scores) if score[0] <= scores[0][0] and score[1] <= scores[0][1]]
@@ -85,7 +67,6 @@ def _assign(
     order: Sequence[int],
     loads: dict[int, float],
     crossings: Crossings | None,
-    turns: Mapping[int, int],
 ) -> tuple[list[int], dict[int, float]]:
     """The owners, and the loads with their costs, if tasks are given to the least loaded holders in this order."""
     owners = [-1] * len(tasks)
@@ -96,25 +77,19 @@ def _assign(
         if sharded not in heaps:
             ranks = tuple(sorted(sharded.holdings))
             if crossings is not None and crossings.depend_on_owner(sharded):  # sorted is a heap
-                heaps[sharded] = sorted((loads[rank], crossings.of(sharded, rank), turns[rank], rank) for rank in ranks)
+                heaps[sharded] = sorted((loads[rank], crossings.of(sharded, rank), rank) for rank in ranks)
             else:
                 if ranks not in by_ranks:
-                    by_ranks[ranks] = sorted((loads[rank], 0, turns[rank], rank) for rank in ranks)
+                    by_ranks[ranks] = sorted((loads[rank], 0, rank) for rank in ranks)
                 heaps[sharded] = by_ranks[ranks]
         heap = heaps[sharded]
-        load, crossing, turn, rank = heap[0]
+        load, crossing, rank = heap[0]
         while load != loads[rank]:  # loads only grow, so a stale item is put back with its new load
-            heapq.heapreplace(heap, (loads[rank], crossing, turn, rank))
-            load, crossing, turn, rank = heap[0]
+            heapq.heapreplace(heap, (loads[rank], crossing, rank))
+            load, crossing, rank = heap[0]
         owners[k] = rank
         loads[rank] += tasks[k].cost
     return owners, loads
-
-
-def heavy_tasks(tasks: Sequence[Task], ranks: int) -> set[int]:
-    """The tasks, by index, of which one alone costs at least half as much as a rank has to do on average."""
-    half = sum(task.cost for task in tasks) / ranks / 2
-    return {k for k, task in enumerate(tasks) if task.cost >= half}
 
 
 def lightest_possible(costs: Sequence[float], ranks: int) -> float:

@@ -10,12 +10,10 @@ from ..layout import ShardedMatrix
 from .nodes import Crossings
 from .owners import assign_owners
 from .plan_data import PlanData, add_local_costs, copied_bytes
+from .replicas import shared_params
 from .report import describe
 from .tasks import EVERY_HOLDER, NO_WAVE, PartIndex, PlannedParam, PlanOptions, Task
 from .waves import cut_into_waves
-
-# buffers of a relayed exchange: sent and received, in its last two hops, of gathers and of scatters
-_SHARED_BY_WAVES = 8
 
 
 @dataclass(frozen=True)
@@ -72,66 +70,25 @@ def _check_copies(param: PlannedParam, copies: Sequence[Sequence[ShardedMatrix]]
 def make_plan(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
     """Plans a step on ``params``; a pure function of its arguments.
 
-    ``own_matrices`` decides where each matrix is orthogonalised, ``exchange_in_waves`` how the pieces get there and
-    back.
+    Every matrix that cannot stay where it is gets an owner, given the load of those that can; then waves that fit the
+    memory.
     """
-    return checked(exchange_in_waves(own_matrices(params, options), options))
-
-
-def checked(plan: PlanData) -> Plan:
-    return Plan(plan.ranks, plan.params, plan.tasks, plan.wave_lanes, plan.options)
-
-
-@dataclass(frozen=True)
-class OwnedMatrices:
-    """The matrices of a plan with their owners, before they have waves."""
-
-    ranks: tuple[int, ...]
-    params: tuple[PlannedParam, ...]
-    staying: Sequence[Task]  # matrices that their holders compute where they are
-    travelling: Sequence[Task]  # the others; they have owners, but no waves
-
-
-def own_matrices(params: Sequence[PlannedParam], options: PlanOptions) -> OwnedMatrices:
-    """Assigns an owner to every matrix that cannot stay where it is, given the load of those that can."""
     ranks = tuple(
         sorted({rank for mesh in {layout.mesh for p in params for layout in p.layouts} for rank in mesh.ranks})
     )
-    nodes = None if options.nodes is None else options.nodes.among(ranks)
-    crossings = None if nodes is None else Crossings(nodes)
+    if options.nodes is not None:
+        options = replace(options, nodes=options.nodes.among(ranks))
+    crossings = None if options.nodes is None else Crossings(options.nodes)
     staying, travelling = _tasks(params, options, crossings)
     loads = dict.fromkeys(ranks, 0.0)
     add_local_costs(loads, ((task.sharded, 0.0 if params[task.param].private else task.cost) for task in staying))
     for rank, count in copied_bytes(ranks, params, [*staying, *travelling]).items():
         loads[rank] += options.cost.per_byte_of_host * count
     itemsizes = [params[task.param].wire.itemsize for task in travelling]
-    owners = assign_owners(travelling, loads, crossings, itemsizes, spread=options.heavy == "aside")
+    owners = assign_owners(travelling, loads, crossings, itemsizes)
     owned = [task.placed(owner) for task, owner in zip(travelling, owners, strict=True)]
-    return OwnedMatrices(ranks, tuple(params), staying, owned)
-
-
-def exchange_in_waves(owned: OwnedMatrices, options: PlanOptions) -> PlanData:
-    """Divides the matrices that travel into waves that fit the memory budget.
-
-    Where a rank would then have too many peers, exchanges between nodes go through relays, whose buffers may leave room
-    for fewer waves in flight.
-    """
-    if options.nodes is not None:
-        options = replace(options, nodes=options.nodes.among(owned.ranks))
-    in_waves, wave_lanes, in_flight = cut_into_waves(owned.travelling, owned.params, options)
-    most = options.in_flight
-    options = replace(options, in_flight=in_flight)
-    if options.max_peers is None or options.nodes is None or len(owned.ranks) - 1 <= options.max_peers:
-        options = replace(options, max_peers=None)
-    plan = PlanData(owned.ranks, owned.params, (*owned.staying, *in_waves), wave_lanes, options)
-    if options.max_peers is None or plan.most_peers <= options.max_peers:
-        return plan if options.max_peers is None else replace(plan, options=replace(options, max_peers=None))
-    # The bound has room for buffers between hops as well: as much again for the first hop of every wave in flight, and
-    # for those that all waves share.
-    bound = 4 * options.budget * most + _SHARED_BY_WAVES * options.budget
-    while in_flight > 2 and options.chunk_size <= 0 and max(plan.buffers(in_flight).values()) > bound:
-        in_flight -= 1
-    return plan if in_flight == options.in_flight else replace(plan, options=replace(options, in_flight=in_flight))
+    in_waves, wave_lanes, in_flight = cut_into_waves(owned, params, options)
+    return Plan(ranks, tuple(params), (*staying, *in_waves), wave_lanes, replace(options, in_flight=in_flight))
 
 
 def _tasks(
@@ -140,6 +97,7 @@ def _tasks(
     """Tasks whose matrices stay where they are, and tasks that need an owner: one for all replicas, or one for each."""
     staying: list[Task] = []
     travelling: list[Task] = []
+    shared = shared_params(params, options, crossings)
     costs: dict[tuple[int, ShardedMatrix, float], float] = {}
     for k, param in enumerate(params):
         itemsize = param.wire.itemsize
@@ -147,7 +105,7 @@ def _tasks(
             for matrix, sharded in enumerate(param.sharded_matrices(layout)):
                 if not sharded.size:
                     continue
-                one_for_all = sharded.replicas > 1 and _replicas_share_owner(param, sharded, options, crossings)
+                one_for_all = sharded.replicas > 1 and k in shared
                 if sharded.whole and not one_for_all:
                     staying.append(Task(PartIndex(k), matrix, sharded, float(param.flops)))
                     continue
@@ -157,13 +115,3 @@ def _tasks(
                         costs[kind] = options.cost.owning(*kind, crossings)
                     travelling.append(Task(PartIndex(k), matrix, replica, costs[kind]))
     return staying, travelling
-
-
-def _replicas_share_owner(
-    param: PlannedParam, sharded: ShardedMatrix, options: PlanOptions, crossings: Crossings | None
-) -> bool:
-    if param.private or options.replicas != "auto":
-        return options.replicas == "share" and not param.private
-    if param.share is not None:
-        return param.share
-    return options.cost.sharing_pays(param.flops, sharded, param.wire.itemsize, crossings)

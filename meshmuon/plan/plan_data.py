@@ -13,9 +13,8 @@ from operator import add
 
 from ..layout import Layout, ShardedMatrix
 from .owners import lightest_possible
-from .relays import WaveHops, count_hops, relay_buffers
 from .tasks import EVERY_HOLDER, NO_WAVE, PieceTransfer, PlannedParam, PlanOptions, Task
-from .traffic import PeerCounter, WaveOwners, WaveTraffic, count_traffic
+from .traffic import WaveOwners, WaveTraffic, count_traffic
 from .waves import Footprint
 
 
@@ -86,7 +85,7 @@ class PlanData:
 
     @cached_property
     def traffic(self) -> tuple[WaveTraffic, ...]:
-        """What every rank sends and receives in each wave, from the first rank to the last where relays are between."""
+        """What every rank sends and receives in each wave."""
         return count_traffic(self.wave_owners, self.options.nodes)
 
     @cached_property
@@ -105,42 +104,6 @@ class PlanData:
         memory.
         """
         return copied_bytes(self.ranks, self.params, self.tasks)
-
-    @property
-    def first_sends_last(self) -> bool:
-        """Whether wave 0 has the matrices of owners with long work, and sends its results last (``pipeline_order``)."""
-        return self.options.heavy == "aside" and 2 <= len(self.wave_lanes) <= self.options.in_flight
-
-    @property
-    def relayed(self) -> bool:
-        """Whether exchanges between nodes go in two hops."""
-        return self.options.max_peers is not None and self.options.nodes is not None
-
-    @cached_property
-    def hops(self) -> tuple[WaveHops, ...]:
-        """The exchanges of each wave's gather and scatter: one, or three through relays."""
-        return count_hops(self.wave_owners, self.options.nodes if self.relayed else None, self.traffic)
-
-    @cached_property
-    def averaging_hops(self) -> tuple[WaveHops, ...]:
-        """The same of ``DistMuon``, whose gathers bring the gradients of all replicas to the owners."""
-        return count_hops(self.wave_owners, self.options.nodes if self.relayed else None, self.traffic, averages=True)
-
-    @cached_property
-    def bytes_relayed(self) -> dict[int, int]:
-        """Rank → bytes that it sends in a step for other ranks, beside its own; all 0 where nothing is relayed."""
-        sent = self._summed(hop.sent for wave in self.hops for exchange in wave for hop in exchange)
-        return {rank: total - self.bytes_sent[rank] for rank, total in sent.items()}
-
-    @cached_property
-    def peer_counter(self) -> PeerCounter:
-        """Counts the peers of every rank."""
-        return PeerCounter(self.wave_owners)
-
-    @cached_property
-    def most_peers(self) -> int:
-        """Most peers of a rank in one wave, if every piece is sent directly."""
-        return self.peer_counter.most()
 
     def _summed(self, exchanges: Iterable[Sequence[int]]) -> dict[int, int]:
         totals = [0] * len(self.ranks)
@@ -174,26 +137,23 @@ class PlanData:
         return self.buffers(self.options.in_flight)
 
     def buffers(self, in_flight: int) -> dict[int, int]:
-        """Rank → bytes of its exchange buffers, those between the hops of relayed exchanges included."""
+        """Rank → bytes of its exchange buffers."""
         total = Counter(dict.fromkeys(self.ranks, 0))
-        for lane, (footprint, waves) in self._footprints.items():
+        for footprint, waves in self._footprints:
             total.update(footprint.bytes_by_rank(waves, in_flight))
-            if self.relayed:
-                hops = [(self.hops[k], k % in_flight) for k, of_wave in enumerate(self.wave_lanes) if of_wave == lane]
-                total.update(dict(zip(self.ranks, relay_buffers(hops), strict=True)))
         return total
 
     @cached_property
-    def _footprints(self) -> dict[Hashable, tuple[Footprint, list[int]]]:
-        """Lane → the buffers of its matrices, and their waves."""
+    def _footprints(self) -> list[tuple[Footprint, list[int]]]:
+        """Of each lane, the buffers of its matrices, and their waves."""
         lanes: dict[Hashable, list[Task]] = {lane: [] for lane in self.wave_lanes}
         for task in self.tasks:
             if task.wave != NO_WAVE:
                 lanes[self.wave_lanes[task.wave]].append(task)
-        return {
-            lane: (Footprint(tasks, self.params[tasks[0].param].wire), [task.wave for task in tasks])
-            for lane, tasks in lanes.items()
-        }
+        return [
+            (Footprint(tasks, self.params[tasks[0].param].wire), [task.wave for task in tasks])
+            for tasks in lanes.values()
+        ]
 
 
 def add_local_costs(loads: dict[int, float], costs: Iterable[tuple[ShardedMatrix, float]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .plan_data import PlanData
-from .relays import Relays
 from .tasks import EVERY_HOLDER, NO_WAVE, Task
 
 _MOST_RANKS_SHOWN = 16
@@ -33,12 +32,6 @@ def describe(plan: PlanData) -> str:
         share = sum(plan.bytes_between.values()) / max(1, sum(plan.bytes_sent.values()))
         lines.append(
             f"between {counted(len(nodes.ranks), 'node')}: {_most_and_mean(plan.bytes_between)}, {share:.1%} of all"
-        )
-    if nodes is not None and plan.relayed:
-        lines.append(
-            f"in two hops between nodes: {plan.most_peers} peers per rank would be more than "
-            f"{plan.options.max_peers}, there are at most {Relays(nodes).most_peers}; relays send "
-            f"{_most_and_mean(plan.bytes_relayed)}, for others"
         )
     buffers = (
         f"exchange buffers on rank {plan.ranks[0]}: {bytes_text(plan.buffer_bytes(plan.ranks[0]))}" if moving else ""

@@ -17,14 +17,11 @@ class Action(Enum):
     GATHER = "a wave accumulates momentum and sends its pieces"
     LOCAL = "all local batches run, while the first pieces are on their way"
     COMPUTE = "a wave orthogonalises what it receives and sends the results"
-    SEND = "a wave sends the results that it did not send when it computed"
     DURING_LAST_SCATTER = "what the caller wants done while the last results are on their way"
     FINISH = "a wave applies the results that it receives"
 
 
-def pipeline_order(
-    count: int, in_flight: int, *, gathered_ahead: int | None = None, first_sends_last: bool = False
-) -> Iterator[tuple[Action, int]]:
+def pipeline_order(count: int, in_flight: int, *, gathered_ahead: int | None = None) -> Iterator[tuple[Action, int]]:
     """Every action of a step with ``count`` waves, and the wave that it belongs to (0 for ``LOCAL`` and
     ``DURING_LAST_SCATTER``).
 
@@ -36,15 +33,9 @@ def pipeline_order(
         count: number of waves.
         in_flight: most waves between their first and their last exchange.
         gathered_ahead: most waves that have sent their pieces and not computed; by default
-        ``most_gathered_ahead(in_flight)``. first_sends_last: wave 0, of few owners with long work, sends its results
-        after all others and finishes last, so that no
-            other exchange stands behind that work. All waves must be in flight, and all gather before the first
-            computes.
+            ``most_gathered_ahead(in_flight)``.
     """
-    assert not first_sends_last or 2 <= count <= in_flight
     most_ahead = most_gathered_ahead(in_flight) if gathered_ahead is None else gathered_ahead
-    if first_sends_last:
-        most_ahead = count
     gathered = computed = finished = 0  # waves that have had each of their turns
 
     def gather() -> Iterator[tuple[Action, int]]:
@@ -68,21 +59,17 @@ def pipeline_order(
             yield Action.FINISH, finished
             finished += 1
             yield from gather()
-    if first_sends_last:
-        yield Action.SEND, 0
     yield Action.DURING_LAST_SCATTER, 0
-    for wave in (*range(1, count), 0) if first_sends_last else range(finished, count):
+    for wave in range(finished, count):
         yield Action.FINISH, wave
 
 
-def gradient_read_order(
-    waves: int, local_batches: int, in_flight: int, *, first_sends_last: bool = False
-) -> Iterator[int]:
+def gradient_read_order(waves: int, local_batches: int, in_flight: int) -> Iterator[int]:
     """The order in which a step reads gradients.
 
     0 to ``waves`` − 1 are the waves, the numbers from ``waves`` on are the local batches.
     """
-    for action, wave in pipeline_order(waves, in_flight, first_sends_last=first_sends_last):
+    for action, wave in pipeline_order(waves, in_flight):
         if action is Action.GATHER:
             yield wave
         elif action is Action.LOCAL:

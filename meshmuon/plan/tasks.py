@@ -22,12 +22,7 @@ EVERY_HOLDER = -1
 NO_WAVE = -1
 Replicas: TypeAlias = Literal["auto", "share", "repeat"]
 REPLICA_OPTIONS = get_args(Replicas)
-Heavy: TypeAlias = Literal["first", "aside"]
-"""Before an owner's other matrices; or, with all others of that owner, in a wave that gathers first and scatters
-last.
-"""
 DEFAULT_IN_FLIGHT = 6
-DEFAULT_MAX_PEERS = 1024  # per rank and wave; beyond it, exchanges between nodes go through relays
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class PlannedParam:
     lane: Hashable
     itemsize: int  # bytes per element on the wire to the owner
     flops: int  # FLOPs of orthogonalising one of its matrices
-    # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the cost model
+    # if ``replicas`` is "auto": whether replicas share one owner; None leaves it to the rates
     share: bool | None = None
     private: bool = False  # known to this rank alone (a plain tensor): neither balanced nor part of the digest
     window: Window | None = None  # which rows and columns of the parameter its matrices are; None for all of them
@@ -77,10 +72,9 @@ class PlanOptions:
     """The options that decide on a plan, together with the parameters.
 
     A single matrix larger than ``budget`` still gets a wave. All exchange buffers of a rank together may take
-    2 · ``budget`` · ``in_flight`` bytes: room for what it gathers and for as much of its own shards. Only the total is
-    checked. If even waves of one matrix per owner need more, they take that much; so do waves of a given
-    ``chunk_size``. Through relays the bound is twice that and 8 · ``budget``, and fewer waves are in flight if need be,
-    at least two.
+    3 · ``budget`` · ``in_flight`` bytes: room for what it gathers, as much of its own shards, and results for other
+    replicas. Only the total is checked. If even waves of one matrix per owner need more, they take that much; so do
+    waves of a given ``chunk_size``.
     """
 
     cost: CostModel  # what work and traffic cost
@@ -91,11 +85,6 @@ class PlanOptions:
     # most waves between their first and last exchange; fewer where buffers would be too large
     in_flight: int = DEFAULT_IN_FLIGHT
     nodes: Nodes | None = None  # which ranks share a node; None if all do
-    # With more peers per wave than this, exchanges go in two hops through relays (``relays.py``). None: never. A
-    # finished plan has None here unless it uses relays.
-    max_peers: int | None = None
-    waves: int | None = None  # in which a lane is cut if they fit; None for as many as usually overlap well
-    heavy: Heavy | None = None  # when an owner's most expensive matrices have their turn; None for an order by shape
 
     def __post_init__(self) -> None:
         if self.replicas not in REPLICA_OPTIONS:

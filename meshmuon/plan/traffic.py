@@ -1,4 +1,4 @@
-"""Bytes, messages and peers of every rank in every exchange, counted without listing the transfers.
+"""Bytes of every rank in every exchange, counted without listing the transfers.
 
 Thousands of ranks fall into a few kinds by what they hold. What holders send is counted once per kind, owners one by
 one. All figures of bytes come from here: ``Plan.describe``, predictions, ``meshmuon plan``.
@@ -93,7 +93,7 @@ class RankKinds:
 
 
 class WaveOwners:
-    """Owners and their bytes in each wave. Traffic, peers and relays are counted from them."""
+    """Owners and their bytes in each wave. Traffic and, in the tools, peers are counted from them."""
 
     def __init__(self, ranks: Sequence[int], tasks: Sequence[Task], wires: Sequence[Wire], waves: int) -> None:
         """``wires`` has the bytes on the wire, by parameter."""
@@ -181,62 +181,3 @@ class _TrafficCounter:
     def _by_rank(self, by_kind: list[int]) -> list[int]:
         values = [*by_kind, 0]  # the last is for ranks that hold nothing
         return [values[kind] for kind in self._kind_of]
-
-
-class PeerCounter:
-    """Counts the peers of every rank. Owners talk to all holders of their matrices; a plan has few sets of holders."""
-
-    def __init__(self, owners: WaveOwners) -> None:
-        self._owners = owners
-        numbers: dict[frozenset[int], int] = {}
-        # (matrix, replica; None for all) → number of its set of holders
-        self._set_of: dict[tuple[int, int | None], int] = {}
-        for number, sharded in enumerate(owners.matrices):
-            everyone = numbers.setdefault(frozenset(sharded.holdings), len(numbers))
-            self._set_of[number, None] = self._set_of[number, 0] = everyone
-            for replica in range(sharded.replicas if sharded.replicas > 1 else 0):
-                holders = frozenset(piece.holders[replica] for piece in sharded.pieces)
-                self._set_of[number, replica] = numbers.setdefault(holders, len(numbers))
-        self._sets = tuple(numbers)
-        sets_of: dict[int, list[int]] = {}
-        for number, holders in enumerate(self._sets):
-            for rank in holders:
-                sets_of.setdefault(rank, []).append(number)
-        self._members: dict[tuple[int, ...], list[int]] = {}  # ranks that are in the same sets
-        for rank, of_rank in sets_of.items():
-            self._members.setdefault(tuple(of_rank), []).append(rank)
-
-    def most(self) -> int:
-        """The most peers of a rank in one wave. The scatter has those of the gather and more."""
-        waves = range(len(self._owners.counts))
-        return max((max(self.count([wave])[0], default=0) for wave in waves), default=0)
-
-    def count(self, waves: Iterable[int], *, gather: bool = False) -> tuple[list[int], int]:
-        """Peers of every rank over ``waves``, in the order of the ranks, and pairs of ranks of which one sends to the
-        other.
-
-        In the gather each owner's own replica contributes; the scatter reaches all replicas. Ranks that hold pieces in
-        the same sets, and own matrices in the same ones of these, have the same number of peers.
-        """
-        owners: dict[int, set[int]] = {}  # number of a set of holders → the owners that they talk to
-        for wave in waves:
-            for number, owned_by in self._owners.owned[wave].items():
-                holdings = self._owners.matrices[number].holdings
-                for owner in owned_by:
-                    owners.setdefault(self._set_of[number, holdings[owner][1] if gather else None], set()).add(owner)
-        owned: dict[int, list[int]] = {}
-        for number in sorted(owners):
-            for owner in owners[number]:
-                owned.setdefault(owner, []).append(number)
-        peers, messages = [0] * len(self._owners.position), 0
-        found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-        for sets, members in self._members.items():
-            active = tuple(number for number in sets if number in owners)
-            senders = frozenset[int]().union(*(owners[number] for number in active))
-            for rank in members if senders else ():
-                own = tuple(owned.get(rank, ()))
-                if (active, own) not in found:
-                    found[active, own] = len(senders.union(*(self._sets[number] for number in own)))
-                peers[self._owners.position[rank]] = found[active, own] - bool(own)  # an owner is in its own sets
-                messages += len(senders) - bool(own)
-        return peers, messages

@@ -8,13 +8,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from .owners import heavy_tasks
 from .tasks import PlannedParam, PlanOptions, Task
 from .traffic import RankKinds
 from .wire import Wire
 
-_OVERLAP = 6  # waves of a step: enough to overlap gathers, work and scatters, with a small first and a small last wave
-_WORTH_AN_EXCHANGE = 4  # a wave should last at least as long as this many empty exchanges
+_MOST_WAVES = 9  # of a step, unless memory asks for more: enough to overlap gathers, work and scatters
 _STEEPEST = 4  # largest wave ÷ smallest
 _ENOUGH_IN_FLIGHT = 4  # waves in flight that overlap gathers, work and scatters; more gain little
 
@@ -27,6 +25,7 @@ def cut_into_waves(
     Each lane has its own waves. Every owner's matrices are spread over the waves of a lane in the same proportions by
     cost, so that ranks have work at the same time. No other wave computes during the first gather and the last scatter,
     so the first and the last wave are small: six waves have 1/12, 2/12, 3/12, 3/12, 2/12 and 1/12 of each owner's cost.
+    ``CostModel.waves`` has the formula for their number.
 
     If the buffers of some rank then exceed their bound, the first of these that fits is taken, and the last one if none
     does:
@@ -39,9 +38,7 @@ def cut_into_waves(
 
     Where ``chunk_size`` is given, it alone decides.
 
-    An owner's matrices are in order of shape or, if ``heavy`` is "first", of cost. If it is "aside", owners of a matrix
-    that costs half of a rank's average or more have all of theirs in wave 0, and the others have theirs in the other
-    waves; not where a wave has one matrix per owner.
+    An owner's most expensive matrices come first, so that ranks have equally long work in a wave.
     """
     lanes: dict[Hashable, list[int]] = {}  # lane → its tasks
     for k, task in enumerate(tasks):
@@ -58,7 +55,7 @@ def cut_into_waves(
 
 def _within_bound(cutters: Sequence[_LaneCutter], options: PlanOptions) -> tuple[list[list[int]], int]:
     """The cut of each lane, and the number of waves in flight: the first way that keeps to the bound."""
-    most, bound = options.in_flight, 2 * options.budget * options.in_flight
+    most, bound = options.in_flight, 3 * options.budget * options.in_flight
 
     def fits(cuts: Sequence[Sequence[int]], in_flight: int) -> bool:
         total: Counter[int] = Counter()
@@ -107,21 +104,30 @@ class _LaneCutter:
         # Matrices of equal shape are best orthogonalised together. Shapes are sorted as text; another order would
         # change plans.
         shapes = [repr((task.sharded.rows, task.sharded.cols)) for task in tasks]
-        first = [-task.cost if options.heavy == "first" else 0.0 for task in tasks]
         self.queues: dict[int, list[int]] = {}  # owner → indices of its tasks, in the order in which they get waves
-        for k in sorted(range(len(tasks)), key=lambda k: (tasks[k].owner, first[k], shapes[k], k)):
+        for k in sorted(range(len(tasks)), key=lambda k: (tasks[k].owner, -tasks[k].cost, shapes[k], k)):
             self.queues.setdefault(tasks[k].owner, []).append(k)
         self.longest = max(map(len, self.queues.values()))
-        heaviest_cost = max(sum(tasks[k].cost for k in queue) for queue in self.queues.values())
         most_bytes = max(sum(self._nbytes[k] for k in queue) for queue in self.queues.values())
-        heavy = heavy_tasks(tasks, len(self.queues)) if options.heavy == "aside" else set()
-        self._aside = {tasks[k].owner for k in heavy if self._fits_one_wave(self.queues[tasks[k].owner])}
-        cost_worth_a_wave = _WORTH_AN_EXCHANGE * options.cost.per_exchange(several_nodes=options.nodes is not None)
-        # As many as overlap well, unless they would be too short; at least as many as the budget needs.
-        overlapping = options.waves or min(_OVERLAP, int(heaviest_cost / cost_worth_a_wave))
-        wanted_count = max(overlapping, most_bytes // options.budget)
-        self.usual_count = self.within_budget(max(1, wanted_count))
+        # As many as overlap best, and at least as many as the budget needs.
+        self.usual_count = self.within_budget(max(self._overlapping(), most_bytes // options.budget))
         self.footprint = Footprint(tasks, param.wire)
+
+    def _overlapping(self) -> int:
+        """The number of waves by the bytes of the busiest owner.
+
+        Waves shorter than the longest matrix of an owner make ranks wait for each other. Where owners have n times
+        their longest matrix to do, n²/2 waves are the most: with n = 1 and n = 2 those are n waves.
+        """
+        tasks, cost = self._tasks, self._options.cost
+        moved = (
+            sum(self._nbytes[k] * (1 + tasks[k].sharded.replicas) for k in queue) for queue in self.queues.values()
+        )
+        peers = max(len(sharded.holdings) for sharded in {task.sharded for task in tasks})
+        lengths = sorted(sum(tasks[k].cost for k in q) / (tasks[q[0]].cost or 1.0) for q in self.queues.values())
+        cuts = round(lengths[len(lengths) // 2] ** 2 / 2)
+        several_nodes = self._options.nodes is not None
+        return cost.waves(max(moved), peers, several_nodes=several_nodes, most=max(1, min(_MOST_WAVES, cuts)))
 
     def within_budget(self, count: int) -> int:
         """The number of waves, from ``count`` on, in which no owner gathers more than its budget."""
@@ -138,22 +144,13 @@ class _LaneCutter:
                 return False
         return True
 
-    def _fits_one_wave(self, queue: Sequence[int]) -> bool:
-        return len(queue) == 1 or sum(self._nbytes[k] for k in queue) <= self._options.budget
-
     def _waves_of_queue(self, queue: Sequence[int], count: int) -> list[int]:
-        """The wave of each matrix in an owner's queue: ``count`` waves whose costs grow and then shrink.
-
-        If some owners are aside, all that they have is in wave 0, and nothing else is.
-        """
+        """The wave of each matrix in an owner's queue: ``count`` waves whose costs grow and then shrink."""
         costs = [self._tasks[k].cost for k in queue]
-        first = 1 if self._aside and count > 1 else 0
-        if first and self._tasks[queue[0]].owner in self._aside:
-            return [0] * len(queue)
-        ends, total = _ends(count - first), sum(costs) or 1.0
+        ends, total = _ends(count), sum(costs) or 1.0
         done, waves = 0.0, []
         for cost in costs:
-            waves.append(min(count - 1, first + bisect_right(ends, (done + cost / 2) / total)))
+            waves.append(min(count - 1, bisect_right(ends, (done + cost / 2) / total)))
             done += cost
         return waves
 

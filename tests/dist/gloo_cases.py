@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
-from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.errors import ConfigError
 from tests.dist.reference_layouts import random_layouts_on_the_reference_path
 from tests.dist.test_nonfinite import GUARDED, check_guard
@@ -101,13 +98,6 @@ def placed(shape: tuple[int, ...], params: tuple[Param, ...], *, flat: bool = Fa
         check(case, meshes, single(case), watch=wire.watch)
     if not options.get("use_distributed_muon"):
         wire.check(dist.get_rank())
-
-
-def relays() -> None:
-    """Two pretended nodes of two ranks, between which pieces travel in two hops."""
-    with patch.dict(os.environ, {RANKS_PER_NODE: "2"}):
-        placed((4,), tuple(Param((5 + k, 12 - k), 0, ((S0, S1)[k % 2],)) for k in range(6)), chunk_size=2, max_peers=1)
-        dist.barrier()
 
 
 DDP = Case((*(Param(shape, None) for shape in ((7, 5), (5, 7), (6, 6), (4, 9))), Param((5,), None, muon=False)))
@@ -244,7 +234,6 @@ CASES: dict[str, tuple[int, Callable[[], object]]] = {  # name: number of ranks,
     "experts, EP × FSDP on rows": (4, partial(placed, (2, 2), (Param((3, 5, 4), 0, (S1, S0)),))),
     "experts, EP × TP": (4, partial(placed, (2, 2), (Param((5, 6, 5), 0, (S0, Shard(2))),))),
     "experts, HSDP": (4, partial(placed, (2, 2), (Param((5, 6, 5), 0, (R, S0)), Param((4, 6, 5), 0, (R, S1))))),
-    "relays": (4, relays),
     "little memory": (4, partial(placed, (4,), tuple(Param((6, 5), 0, (S0,)) for _ in range(6)), memory_budget=1)),
     "a gradient is missing on one rank": (3, missing_gradient_on_one_rank),
 }

@@ -28,7 +28,8 @@ from meshmuon.agree import planned_set
 from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.optim import collect, nonfinite
 from meshmuon.params.rules import resolve_rules
-from meshmuon.plan import NO_WAVE, Calibration, LinkRate, Plan, PlannedParam, PlanOptions, Rate, choose_plan
+from meshmuon.plan import NO_WAVE, Plan
+from meshmuon.tools.predict.calibration import Calibration, LinkRate, Rate
 from tests.support.cases import (
     Case,
     Gradients,
@@ -46,7 +47,6 @@ from tests.support.cases import (
 from tests.support.counting import Wire, counted
 from tests.support.hostile import HostileArithmetic, fresh_trials
 from tests.support.random_layouts import Layouts, cases
-from tests.support.rules import Drag
 from tests.support.tensors import local, same
 from tests.support.threads import run_threads
 from tests.tools.predict.test_calibration import MEASURED
@@ -124,8 +124,6 @@ def check_traffic(case: Case, wire: Wire, ranks: list[list[Any]], held: Held) ->
         return
     for rank in range(len(ranks)):
         wire.check(rank)
-    if any(plan.relayed for steps in ranks for plan, _ in steps):
-        return
     moved = 0
     for step in range(case.steps):
         plans = {steps[step][0].ranks: steps[step] for steps in ranks}  # one of those that ranks share
@@ -229,11 +227,9 @@ NODES = [CostModel(0.0, 1.0, 1e6, 1e3), CostModel(1e6, 1e3, 0.0, 1.0), None]
 
 
 @settings(max_examples=24, phases=GENERATE)
-@given(cases(events=True), st.data(), st.sampled_from(NODES), st.sampled_from([None, 1, 1]))
-def test_random_nodes_change_no_bit(
-    drawn: Drawn, data: st.DataObject, cost: CostModel | None, max_peers: int | None
-) -> None:
-    """Pretended nodes of any sizes; with ``max_peers`` exchanges go through relays, in two hops."""
+@given(cases(events=True), st.data(), st.sampled_from(NODES))
+def test_random_nodes_change_no_bit(drawn: Drawn, data: st.DataObject, cost: CostModel | None) -> None:
+    """Pretended nodes of any sizes."""
     case, layouts, replica_group = drawn
     edges = (
         sorted(data.draw(st.sets(st.integers(1, layouts.world - 1), min_size=1, max_size=3)))
@@ -241,7 +237,7 @@ def test_random_nodes_change_no_bit(
         else []
     )
     sizes = [stop - start for start, stop in pairwise([0, *edges, layouts.world])]
-    options = {**case.options, "cost_model": cost, **({} if max_peers is None else {"max_peers": max_peers})}
+    options = {**case.options, "cost_model": cost}
     with patch.dict(os.environ, {RANKS_PER_NODE: ",".join(map(str, sizes))}):
         run_case(replace(case, options=options), layouts, replica_group=replica_group)
 
@@ -251,39 +247,12 @@ RATES = [MEASURED, WORK_IS_SLOW, replace(WORK_IS_SLOW, exchange=LinkRate(1e5, 1e
 
 
 @settings(max_examples=24, phases=GENERATE)
-@given(cases(events=True), st.sampled_from(RATES), st.sampled_from([None, "first", "aside"]))
-def test_plans_that_are_chosen_change_no_bit(drawn: Drawn, rates: Calibration, heavy: str | None) -> None:
-    """By the rates of a machine; the search starts from plans that put heavy matrices first or aside as well."""
+@given(cases(events=True), st.sampled_from(RATES))
+def test_plans_that_are_chosen_change_no_bit(drawn: Drawn, rates: Calibration) -> None:
+    """By the rates of a machine."""
     case, layouts, replica_group = drawn
     options = {name: value for name, value in case.options.items() if name != "chunk_size"}  # which decides alone
-
-    def choose(params: list[PlannedParam], options: PlanOptions, rates: Calibration, **open_options: Any) -> Plan:
-        return choose_plan(params, replace(options, heavy=heavy), rates, **open_options)
-
-    with patch("meshmuon.agree.local_planner.choose_plan", choose):
-        run_case(replace(case, options={**options, "cost_model": rates}), layouts, replica_group=replica_group)
-
-
-@pytest.mark.parametrize("averages", [False, True])
-@pytest.mark.parametrize(("shape", "per_node"), [((8,), "2"), ((2, 3), "1,2,3")], ids=str)
-def test_relays_change_no_bit(shape: tuple[int, ...], per_node: str, averages: bool) -> None:
-    """More bytes are sent then, by as many as the plan says."""
-    placements = (R, S0)[-len(shape) :]
-    params = tuple(Param((5 + k, 12 - k), None if averages else 0, () if averages else placements) for k in range(6))
-    options = {"chunk_size": 2} | ({} if averages else {"replicas": "share"})
-    with patch.dict(os.environ, {RANKS_PER_NODE: per_node}):
-        direct, relayed = (
-            run_case(Case(params, {**options, **more}, 3, averages=averages), Layouts(shape))
-            for more in ({}, {"max_peers": 1})
-        )
-    assert sum(relayed.nbytes.values()) > sum(direct.nbytes.values()) > 0
-
-
-def test_states_of_several_rules_go_through_relays_at_the_same_time() -> None:
-    params = (Param((12, 9), 0, (S0, R)), Param((9, 12), 0, (S0, S1)))
-    options = {"rule": ("normuon", Drag(axis="rows")), "max_peers": 1}
-    with patch.dict(os.environ, {RANKS_PER_NODE: "2,2,2"}):
-        run_case(Case(params, options, 3), Layouts((3, 2)))
+    run_case(replace(case, options={**options, "cost_model": rates}), layouts, replica_group=replica_group)
 
 
 @settings(max_examples=5, phases=GENERATE)

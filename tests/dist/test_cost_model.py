@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshmuon import ConfigError, CostModel, DistMuon, Muon, Plan, PlanMismatchError
-from meshmuon.plan import NO_WAVE, LinkRate, cost_model_for
+from meshmuon.plan import NO_WAVE, cost_model_for
+from meshmuon.tools.predict.calibration import LinkRate
 from tests.support.tensors import seeded
 from tests.support.threads import run_threads
 from tests.tools.predict.test_calibration import MEASURED
 
-SLOW_LINK, FAST_LINK = CostModel(1e9, 1e12), CostModel(0.0, 1.0)
+SLOW_LINK, FAST_LINK = CostModel(1e9, 1e15), CostModel(1.0, 1.0)
 
 
 def muon_on(mesh: DeviceMesh, **options: Any) -> Muon:
@@ -50,7 +51,7 @@ def test_plans_follow_the_cost_model() -> None:
     assert {task.param for task in slow.tasks if task.wave == NO_WAVE} == {8, 9, 10, 11}, (
         "sending costs more than computing"
     )
-    assert not [task for task in fast.tasks if task.wave == NO_WAVE], "sending costs nothing"
+    assert not [task for task in fast.tasks if task.wave == NO_WAVE], "sending costs next to nothing"
     assert len(slow.wave_lanes) == 1, "an exchange costs more than all the work"
     assert len(fast.wave_lanes) > 1, "an exchange costs nothing"
     assert slow.options.cost == SLOW_LINK

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -149,7 +148,6 @@ NEW = {
     "members alone cannot split": (2, members_alone_cannot_split),
     "prepare() meets every peer": (4, prepare_meets_every_peer),
     "prepare() meets all where nothing is exchanged": (2, prepare_meets_all_where_nothing_is_exchanged),
-    "prepare() meets every peer, with relays": (4, partial(prepare_meets_every_peer, "2", max_peers=1)),
 }
 
 

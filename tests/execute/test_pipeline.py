@@ -22,18 +22,14 @@ GATHER, COMPUTE, FINISH, LOCAL, LAST = (
     Action.LOCAL,
     Action.DURING_LAST_SCATTER,
 )
-SEND = Action.SEND
 
 
-def waves_that_record(count: int, events: list[Event], *, first_sends_last: bool = False) -> list[Iterator[None]]:
+def waves_that_record(count: int, events: list[Event]) -> list[Iterator[None]]:
     def wave(k: int) -> Iterator[None]:
         events.append((GATHER, k))
         yield
         events.append((COMPUTE, k))
         yield
-        if first_sends_last and k == 0:
-            events.append((SEND, 0))
-            yield
         events.append((FINISH, k))
 
     return list(map(wave, range(count)))
@@ -93,27 +89,6 @@ def test_everything_may_go_ahead(count: int) -> None:
     """As data parallel wants it: all gradients are on their way before the first is waited for."""
     events = list(pipeline_order(count, max(1, count), gathered_ahead=max(1, count)))
     assert events[:count] == [(GATHER, k) for k in range(count)]
-
-
-@pytest.mark.parametrize(("count", "width"), [(count, width) for width in WIDTHS for count in range(2, width + 1)])
-def test_the_first_wave_may_send_last(count: int, width: int) -> None:
-    """All gather, all compute, and no other exchange stands behind the work of wave 0."""
-    order = list(pipeline_order(count, width, first_sends_last=True))
-    waves = range(count)
-    last_to_first = [*range(1, count), 0]
-    assert order == [
-        *((GATHER, k) for k in waves),
-        (LOCAL, 0),
-        *((COMPUTE, k) for k in waves),
-        (SEND, 0),
-        (LAST, 0),
-        *((FINISH, k) for k in last_to_first),
-    ]
-    assert list(gradient_read_order(count, 1, width, first_sends_last=True)) == [*waves, count]
-    events: list[Event] = []
-    recording = waves_that_record(count, events, first_sends_last=True)
-    run_pipeline(recording, order, lambda: events.append((LOCAL, 0)), lambda: events.append((LAST, 0)))
-    assert events == order
 
 
 def test_an_example() -> None:

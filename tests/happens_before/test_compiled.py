@@ -40,7 +40,6 @@ PROGRAMS = {
         mesh=(2, 2), placements=(Replicate(), Shard(0)), options={"replicas": "share"}
     ),
     "DistMuon": program(placements=None, optimizer="DistMuon", options={"nonfinite": "skip"}),
-    "through relays": program(mesh=(4,), ranks_per_node=2, options={"max_peers": 1}),
 }
 
 

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Replicate, Shard
 from meshmuon.device import Streams
 from meshmuon.execute import build, executor
 from tests.support.happens_before.programs import EVENTS, PAIRS, Program, ProgramParam, random_program
-from tests.support.happens_before.removals import SCENARIOS
 from tests.support.happens_before.runs import check, run_program
 from tests.support.happens_before.twin_tensor import TwinTensor
 
@@ -166,20 +165,3 @@ def test_a_host_that_reads_a_skip_mask_waits() -> None:
     waits = run_program(program).steady_waits
     assert [wait.sites[0].split(":")[0] for wait in waits] == ["meshmuon/optim/nonfinite.py"]
     assert torch.isfinite(run_program(program).weights[0][0]).all()
-
-
-@pytest.mark.parametrize("relays", [False, True])
-@pytest.mark.parametrize("in_host", [False, True])
-def test_a_wave_that_sends_last(in_host: bool, relays: bool) -> None:
-    """The owner of the long matrix computes it on its main stream, and passes on all other waves beside it."""
-    program = SCENARIOS["weights in host memory, a wave that sends last" if in_host else "a wave that sends last"]
-    if relays:
-        program = replace(program, options=program.options | {"max_peers": 1}, ranks_per_node=2)
-    outcome = run_program(program) if in_host else check(program)
-    assert not outcome.of("race", "lifetime", "misuse")
-    assert outcome.plans
-    assert all(plan.first_sends_last and plan.relayed is relays for plan in outcome.plans)
-    usual = run_program(replace(program, heavy=None))
-    assert not any(plan.first_sends_last for plan in usual.plans)
-    for of_rank, expected in zip(outcome.weights, usual.weights, strict=True):
-        assert all(map(torch.equal, of_rank, expected))

@@ -171,7 +171,6 @@ def test_the_line_of_the_user_is_shown() -> None:
         ("capturable", "cuda_graphs=True"),
         ("amsgrad", "no such variant"),
         ("form", "each matrix takes the form with the fewest FLOPs"),
-        ("max_peers", "the plan decides"),
         ("ns_coefficients", r"scheme=\[\(a, b, c\)\]"),
         ("warmup_steps", "Use a scheduler"),
         ("learning_rate", "it is called lr"),

@@ -165,7 +165,7 @@ def test_waves_keep_to_the_chunk_size(seed: int) -> None:
 
 
 def test_waves_overlap_when_the_work_is_worth_it() -> None:
-    cost = CostModel(0.0, 100.0)
+    cost = CostModel(1e3, 1290.0)  # by which 8 matrices of 96 bytes on each rank are best in six waves
     heavy = make_plan([entry(f"p{k}", flops=1000) for k in range(32)], options_for(cost=cost))
     sizes = (1, 1, 2, 2, 1, 1)  # little waits for the first gather, and for the last scatter
     assert len(heavy.wave_lanes) == len(sizes)
@@ -173,14 +173,33 @@ def test_waves_overlap_when_the_work_is_worth_it() -> None:
         assert Counter(task.owner for task in heavy.tasks if task.wave == wave) == dict.fromkeys(range(4), size)
     many = make_plan([entry(f"p{k}", flops=1000) for k in range(480)], options_for(cost=cost))
     found = Counter(task.wave for task in many.tasks)
-    assert [found[wave] for wave in range(6)] == [40, 80, 120, 120, 80, 40]
+    assert [found[wave] for wave in range(9)] == [20, 40, 60, 80, 80, 80, 60, 40, 20]  # more is not worth it
     small = make_plan([entry(f"p{k}", flops=1000) for k in range(4000)], options_for(cost=cost, budget=100 * 96))
     found = Counter(task.wave for task in small.tasks)
     assert len(found) > 10
     assert max(found.values()) == pytest.approx(4 * found[0], rel=0.05)  # waves grow to four times the first
     assert [found[wave] for wave in range(4)] == pytest.approx([k * found[0] for k in (1, 2, 3, 4)], rel=0.05)
-    light = make_plan([entry(f"p{k}", flops=10) for k in range(32)], options_for(cost=cost))
-    assert len(light.wave_lanes) == 1
+    slow = make_plan(heavy.params, options_for(cost=CostModel(1e3, 1e6)))
+    assert len(slow.wave_lanes) == 1  # an exchange takes longer than all the bytes
+    two_each = make_plan([entry(f"p{k}", flops=1000) for k in range(8)], options_for(cost=CostModel(1e3, 1.0)))
+    assert len(two_each.wave_lanes) == 2
+
+
+@pytest.mark.parametrize("several_nodes", [False, True])
+@pytest.mark.parametrize("nbytes", [10**5, 10**6, 10**7])
+def test_the_number_of_waves_is_the_best_by_its_formula(nbytes: int, several_nodes: bool) -> None:
+    """Among all numbers: exposed are 4/(w + 1)² of the bytes, and each wave costs 28 exchanges and peers."""
+    cost, peers = CostModel(10.0, 1e3, 20.0, 4e3, flops_per_peer=5.0), 100
+
+    def seconds(waves: int) -> float:
+        links = nbytes * (20.0 if several_nodes else 10.0)
+        return 4 * links / (waves + 1) ** 2 + waves * 2 * (14 * (4e3 if several_nodes else 1e3) + 5.0 * peers)
+
+    found = cost.waves(nbytes, peers, several_nodes=several_nodes, most=60)
+    best = min(range(1, 61), key=seconds)
+    assert abs(found - best) <= 1
+    assert seconds(found) <= 1.02 * seconds(best)
+    assert cost.waves(nbytes, peers, several_nodes=several_nodes, most=3) == min(3, found)
 
 
 def test_the_number_of_waves_is_found_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +314,8 @@ def test_loads_and_flops(plan: Plan) -> None:
             flops[rank] += one.flops
             loads[rank] += one.flops
             if task.owner != EVERY_HOLDER:
-                loads[rank] += plan.options.cost.flops_per_byte * 2 * task.sharded.size * one.itemsize
+                copies = 1 + task.sharded.replicas
+                loads[rank] += plan.options.cost.flops_per_byte * copies * task.sharded.size * one.itemsize
     assert plan.flops == pytest.approx(flops)
     assert plan.loads == pytest.approx(loads)
 
@@ -347,20 +367,23 @@ def test_fsdp_sends_each_element_there_and_back(ranks: int, dim: int) -> None:
 @pytest.mark.parametrize(
     ("placements", "flops", "pays"),
     [
-        ((Replicated(),), 0, False),  # nothing to save, a matrix to send
-        ((Replicated(),), 48 * 2 - 1, False),
-        ((Replicated(),), 48 * 2, True),
+        ((Replicated(),), 0, False),  # nothing to save, matrices to send
+        # 16 matrices for each rank, or 4 for each, which cost 5 · 96 bytes more and two exchanges: 16·F = 4·(F + 480) +
+        # 2.
+        ((Replicated(),), 160, False),
+        ((Replicated(),), 161, True),
         ((Replicated(),), 10**9, True),
-        ((Replicated(), Sharded(0)), 0, True),  # two shards: gathering and scattering in each replica costs as much
+        # Two shards: 8 for each rank, which cost 2 · 96 bytes, or 2 for each: 8·(F + 192) = 2·(F + 480).
+        ((Replicated(), Sharded(0)), 0, True),
         ((Replicated(), Sharded(0)), 10**9, True),
     ],
 )
 def test_when_sharing_pays(placements: tuple[object, ...], flops: int, pays: bool) -> None:
     mesh = Mesh((4,) if len(placements) == 1 else (4, 2), tuple(range(4 if len(placements) == 1 else 8)))
-    one = entry(mesh=mesh, placements=placements, flops=flops)  # type: ignore[arg-type]
-    cost = CostModel(1.0, 1.0)
-    plan = make_plan([one], options_for(cost=cost))
-    assert (sum(task.wave != NO_WAVE and task.sharded.replicas > 1 for task in plan.tasks) == 1) is pays
+    alike = [entry(f"p{k}", mesh=mesh, placements=placements, flops=flops) for k in range(16)]  # type: ignore[arg-type]
+    one, cost = alike[0], CostModel(1.0, 1.0)
+    plan = make_plan(alike, options_for(cost=cost))
+    assert {task.wave != NO_WAVE and task.sharded.replicas > 1 for task in plan.tasks} == {pays}
     for share in (True, False):  # the entry's own word counts where ``replicas`` is "auto", and only there
         (first, *_) = make_plan([replace(one, share=share)], options_for(cost=cost)).tasks
         assert (first.sharded.replicas > 1 and first.wave != NO_WAVE) is share

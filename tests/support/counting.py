@@ -13,7 +13,6 @@ from torch import Tensor
 
 from meshmuon import Muon
 from meshmuon.plan.plan_data import PlanData
-from meshmuon.plan.relays import relay_buffers
 from meshmuon.transport import Exchange
 
 
@@ -48,9 +47,8 @@ class Wire:
         waves = {task.wave for task in plan.tasks if task.param not in idle}
         tasks = tuple(task for task in plan.tasks if task.wave in waves)
         stepped = PlanData(plan.ranks, plan.params, tasks, plan.wave_lanes, plan.options)
-        sent = stepped.bytes_sent.get(rank, 0) + (stepped.bytes_relayed.get(rank, 0) if plan.relayed else 0)
         with self._lock:
-            self.planned[rank] = self.planned.get(rank, 0) + sent
+            self.planned[rank] = self.planned.get(rank, 0) + stepped.bytes_sent.get(rank, 0)
         return waves
 
     def check(self, rank: int) -> None:
@@ -105,8 +103,4 @@ def buffer_bytes(plan: PlanData, *, averages: bool) -> dict[int, int]:
     for task in plan.tasks:
         averaged[task.wave][task.owner] += task.sharded.size * plan.params[task.param].itemsize
     sent = bytes_sent(plan, averages=True)
-    total = {rank: sent[rank] + max((wave[rank] for wave in averaged), default=0) for rank in plan.ranks}
-    if plan.relayed:
-        relays = relay_buffers([(hops, wave) for wave, hops in enumerate(plan.averaging_hops)])
-        total = {rank: total[rank] + size for rank, size in zip(plan.ranks, relays, strict=True)}
-    return total
+    return {rank: sent[rank] + max((wave[rank] for wave in averaged), default=0) for rank in plan.ranks}

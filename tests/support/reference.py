@@ -120,13 +120,11 @@ def group(
 
 
 def engine_muon(params: Any, build: type[Muon] = Muon, **options: Any) -> Muon:
-    """``Muon`` that may also be given what the plan decides for users: ``form`` and ``max_peers``."""
-    decided = {name: options.pop(name) for name in ("form", "max_peers") if name in options}
+    """``Muon`` that may also be given what the plan decides for users: ``form``."""
+    form = options.pop("form", None)
     optimizer = build(params, **options)
-    if "form" in decided:
-        optimizer._settings = replace(optimizer._settings, form=decided["form"])
-    if "max_peers" in decided:
-        optimizer._plan_options = replace(optimizer._plan_options, max_peers=decided["max_peers"])
+    if form is not None:
+        optimizer._settings = replace(optimizer._settings, form=form)
     optimizer._reset()
     return optimizer
 

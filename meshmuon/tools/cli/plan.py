@@ -15,9 +15,9 @@ from ...errors import ConfigError
 from ...execute import CommDtypeLike
 from ...params.checks import FLOAT_DTYPES
 from ...params.option_table import optimizer_options
-from ...plan.calibration import Calibration
-from ...plan.machines import Machine, machine_like, machine_names
-from ..simulate.advice import advice_for, advice_from_choices, compare_meshes, compare_options
+from ..predict.calibration import Calibration
+from ..predict.machines import Machine, machine_like, machine_names
+from ..simulate.advice import advice_for, advice_from_choices, compare_meshes, compare_options, search_options
 from ..simulate.description import ModelDescription, load_model
 from ..simulate.inputs import load_machine, preset_names
 from ..simulate.modules import build_from_hf_config, build_module
@@ -80,7 +80,7 @@ def _report(simulation: Simulation, others: Sequence[Sharding], *, compare: bool
     report = build_report(simulation, command, advice_for(simulation))
     if others:
         report["meshes"] = compare_meshes(simulation, others)
-    choices = compare_options(simulation, all_of_them=compare)
+    choices = compare_options(simulation) if compare else search_options(simulation)
     report["advice"] += advice_from_choices(choices)
     report["choices"] = choices if compare else []
     return report
@@ -135,7 +135,7 @@ def _options(arguments: argparse.Namespace) -> MuonOptions:
         scheme=arguments.scheme,
         param_dtype=_dtype(arguments.param_dtype) or torch.float32,
         momentum_dtype=_dtype(arguments.momentum_dtype),
-        cost_model=None if rates is None or rates.exchange is None else rates,
+        cost_model=None if rates is None or rates.exchange is None else rates.cost_model(),
         **given,
     )
 

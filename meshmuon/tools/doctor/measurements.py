@@ -22,9 +22,8 @@ from ...device import hardware_of, transfers_for
 from ...execute.elementwise import apply, fill_with_momentum
 from ...optim import Muon
 from ...ortho import AUTO, Workspace, default_compute_dtype, expected_flops, orthogonalize
-from ...plan import LinkRate, Rate
-from ...plan.calibration import Calibration, ElementwiseRates
 from ...transport import all_gather_objects, swap_with
+from ..predict.calibration import Calibration, ElementwiseRates, LinkRate, Rate
 from ..predict.launches import launches_of
 from ..predict.prediction import predict
 from .context import Context, Finding

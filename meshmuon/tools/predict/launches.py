@@ -32,7 +32,7 @@ class Launches:
     """What one rank launches in a step."""
 
     lists: int = 0  # kernels over lists of tensors: momentum, packing and unpacking, updates of the weights
-    exchanges: int = 0  # with all hops
+    exchanges: int = 0
     products: int = 0  # of the orthogonalisation, with the norms before and the copy after
     rules: int = 0  # by update rules, with the copies of their state
     adamw: int = 0
@@ -235,16 +235,9 @@ class _Counter:
                 if entries and (staged[wave] or self._averages):
                     count = 2  # copies between host and device, or of gradients to the buffer and of weights from it
                 of_kinds.append(count)
-            hops, traffic = (plan.averaging_hops if self._averages else plan.hops)[wave], plan.traffic[wave]
-            exchanges = traffic.scatter.reversed() if self._averages else traffic.gather, traffic.scatter
-            # Through relays, what leaves in a hop is copied before it, and what has arrived after the last.
-            columns = [hop.sent for exchange in hops for hop in exchange] + [
-                exchange.received for exchange in exchanges
-            ]
-            copies = [sum(map(bool, of_rank)) if plan.relayed else 0 for of_rank in zip(*columns, strict=True)]
-            for (rank, launches), copied in zip(total.items(), copies, strict=True):
-                launches.lists += copied + (of_kinds[kinds.kind_of[rank]] if rank in kinds.kind_of else 0)
-                launches.exchanges += sum(map(len, hops))
+            for rank, launches in total.items():
+                launches.lists += of_kinds[kinds.kind_of[rank]] if rank in kinds.kind_of else 0
+                launches.exchanges += 2
 
     def _add_rule_state(self, total: dict[int, Launches], owners: set[int]) -> None:
         """The exchange of rule state: to the owners before the first wave, and back after the last."""

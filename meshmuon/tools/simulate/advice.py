@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ...plan import NO_WAVE, bytes_text, counted
+from ...plan import DEFAULT_IN_FLIGHT, NO_WAVE, bytes_text, counted
 from .render import seconds_text
 from .report import Figures, balance_of, choice_of, refused_choice
 from .sharding import MeshAxes, Sharding
@@ -24,6 +25,8 @@ _LARGE_SHARE = 0.05  # of a training step
 _SMALLEST_BUDGET = 4 * 2**20
 _MUCH_WAITING = 0.1  # of a step: advice that could save less is left out
 _MUCH_FASTER = 0.9  # of the seconds of the chosen options
+_FASTER = 0.99  # of the seconds so far: what gains less is no reason to go on from it
+_BUDGETS = (4, 2, 0.5)  # times ``memory_budget``, tried by a search
 
 
 def advice_for(simulation: Simulation) -> list[str]:
@@ -96,17 +99,13 @@ def _balance(simulation: Simulation) -> Iterator[str]:
 
 
 def _peers(simulation: Simulation) -> Iterator[str]:
-    peers = max(stage.plan.most_peers for stage in simulation.stages)
+    peers = simulation.most_peers
     if peers < _MANY_PEERS:
         return
-    if any(stage.plan.relayed for stage in simulation.stages):
-        text = f"{peers:,} peers per exchange: exchanges between nodes go in two hops."
-    else:
-        connections = simulation.most_bytes("connections")
-        text = (
-            f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a "
-            "rank."
-        )
+    connections = simulation.most_bytes("connections")
+    text = (
+        f"{peers:,} peers per exchange: each needs a connection, about {bytes_text(connections)} of memory on a rank."
+    )
     if isinstance(axes := simulation.sharding, MeshAxes):
         factor = next(
             (2**k for k in range(1, 12) if peers // 2**k < _MANY_PEERS // 2 and axes.dp_shard % 2**k == 0), None
@@ -123,7 +122,8 @@ def _buffers(simulation: Simulation) -> Iterator[str]:
     if not has or buffers < _LARGE_BUFFERS * has:
         return
     budget = simulation.slowest.plan.options.budget
-    lower = max(_SMALLEST_BUDGET, 2 ** int(budget * _LARGE_BUFFERS * has / buffers).bit_length() // 2)
+    # their bound
+    lower = max(_SMALLEST_BUDGET, 2 ** int(_LARGE_BUFFERS * has / (3 * DEFAULT_IN_FLIGHT)).bit_length() // 2)
     text = f"Exchange buffers take {bytes_text(buffers)}, {buffers / has:.0%} of memory"
     if lower < budget:
         yield f"{text}: lower memory_budget to {bytes_text(lower)} ({lower})."
@@ -169,29 +169,45 @@ def _messages(simulation: Simulation) -> Iterator[str]:
         )
 
 
-def compare_options(simulation: Simulation, *, all_of_them: bool) -> list[Figures]:
-    """The options as they are, and each of them changed alone; or only what is likely to make a step faster."""
-    others = _other_options(simulation) if all_of_them else _likely_faster(simulation)
-    rows = [_row(simulation, label, simulation.sharding, options) for label, options in others]
+def compare_options(simulation: Simulation) -> list[Figures]:
+    """The options as they are, and each of them changed alone."""
+    rows = [_row(simulation, label, simulation.sharding, options) for label, options in _other_options(simulation)]
     return [choice_of(simulation, "as chosen", chosen=True), *rows]
 
 
-def _likely_faster(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
-    """Fewer and larger waves, where a step has several and waits for them. Each choice plans again, so that there
-    is one.
+def search_options(simulation: Simulation) -> list[Figures]:
+    """The options as they are, and what a search for faster ones has tried: ``replicas``, then ``memory_budget``.
+
+    Each choice plans again, so that there is no search where a step hardly waits. It goes on from the fastest so far.
     """
-    timeline, plan = simulation.slowest.timeline, simulation.slowest.plan
-    if (
-        len(plan.wave_lanes) > 1
-        and timeline.waited_for + timeline.seconds_by_kind.get("others", 0.0) > _MUCH_WAITING * timeline.seconds
-    ):
-        yield _with_budget(simulation, 4)
+    rows, timeline = [choice_of(simulation, "as chosen", chosen=True)], simulation.slowest.timeline
+    waits = timeline.waited_for + timeline.seconds_by_kind.get("others", 0.0)
+    if not simulation.slowest.plan.wave_lanes or waits <= _MUCH_WAITING * timeline.seconds:
+        return rows
+    fastest, found = simulation, dict[str, str]()  # by option, as ``Muon`` takes it
+    for name, value, text in (*_replicas(simulation), *_budgets(simulation, _BUDGETS)):
+        options = replace(fastest.options, **{name: value})
+        other = Simulation.run(simulation.model, simulation.sharding, simulation.machine, options, simulation.workload)
+        tried = found | {name: text}
+        rows.append(choice_of(other, ", ".join(tried.values()), chosen=False))
+        if other.seconds < _FASTER * fastest.seconds:
+            fastest, found = other, tried
+    return rows
 
 
-def _with_budget(simulation: Simulation, factor: float) -> tuple[str, MuonOptions]:
-    budget = int(simulation.slowest.plan.options.budget * factor)
-    text = str(budget) if budget % 2**20 else f"{budget >> 20}*2**20"  # as ``Muon`` takes it
-    return f"memory_budget={text}", replace(simulation.options, memory_budget=budget)
+def _replicas(simulation: Simulation) -> Iterator[tuple[str, Any, str]]:
+    """An option, another value and how ``Muon`` takes it."""
+    params = simulation.stages[0].plan.params
+    if any(sharded.replicas > 1 for param in params for sharded in param.sharded_matrices(param.layouts[0])[:1]):
+        for replicas in ("share", "repeat"):
+            if replicas != simulation.options.replicas:
+                yield "replicas", replicas, f'replicas="{replicas}"'
+
+
+def _budgets(simulation: Simulation, factors: Sequence[float]) -> Iterator[tuple[str, Any, str]]:
+    for factor in factors:
+        budget = int(simulation.slowest.plan.options.budget * factor)
+        yield "memory_budget", budget, f"memory_budget={budget if budget % 2**20 else f'{budget >> 20}*2**20'}"
 
 
 def compare_meshes(simulation: Simulation, others: Sequence[Sharding]) -> list[Figures]:
@@ -208,16 +224,15 @@ def _row(simulation: Simulation, label: str, sharding: Sharding, options: MuonOp
 
 
 def _other_options(simulation: Simulation) -> Iterator[tuple[str, MuonOptions]]:
-    options, plan = simulation.options, simulation.stages[0].plan
-    if any(sharded.replicas > 1 for param in plan.params for sharded in param.sharded_matrices(param.layouts[0])[:1]):
-        for replicas in ("share", "repeat"):
-            if replicas != options.replicas:
-                yield f'replicas="{replicas}"', replace(options, replicas=replicas)
-    used = {param.wire.itemsize for param in plan.params}
+    options = simulation.options
+    for name, value, text in _replicas(simulation):
+        yield text, replace(options, **{name: value})
+    used = {param.wire.itemsize for param in simulation.stages[0].plan.params}
     for dtype in (torch.bfloat16, torch.float32):
         if used != {dtype.itemsize}:
             yield f"comm_dtype={str(dtype).removeprefix('torch.')}", replace(options, comm_dtype=dtype)
     for scheme in ("polar_express", "keller"):
         if scheme != options.scheme:
             yield f'scheme="{scheme}"', replace(options, scheme=scheme)
-    yield from (_with_budget(simulation, factor) for factor in (4, 0.25))
+    for name, value, text in _budgets(simulation, (4, 0.25)):
+        yield text, replace(options, **{name: value})

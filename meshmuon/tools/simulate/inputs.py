@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import ConfigError
-from ...plan.machines import MACHINE_FILES, Machine
+from ..predict.machines import MACHINE_FILES, Machine
 
 _PRESETS = {"model": Path(__file__).parent / "model_files", "machine": MACHINE_FILES}
 _Parsed = TypeVar("_Parsed")

@@ -81,12 +81,11 @@ def _summary(report: Figures) -> TextSection:
     stages = f", {len(report.stages)} pipeline stages" if len(report.stages) > 1 else ""
     nodes = counted(mesh.nodes, "node") + (f" of {mesh.ranks_per_node}" if mesh.nodes > 1 else "")
     waves = counted(max(stage.waves for stage in report.stages), "wave")
-    relays = ", in two hops between nodes" if mesh.relayed else ""
     rows = (
         ("model", f"{model.title}: {count_text(model.parameters)} parameters{active}"),
         ("Muon", f"{counted(model.matrices, 'matrix', 'matrices')}, {count_text(model.muon_parameters)} parameters"),
         ("AdamW", f"{count_text(model.adamw_parameters)} parameters"),
-        ("mesh", f"{mesh.text}: {counted(mesh.ranks, 'rank')} on {nodes}{stages}{relays}"),
+        ("mesh", f"{mesh.text}: {counted(mesh.ranks, 'rank')} on {nodes}{stages}"),
         ("machine", report.machine.title),
         (
             "options",

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...matrices import with_stars
 from ...plan import EVERY_HOLDER, NO_WAVE, Plan, Task, Wire, how_computed
-from ...plan.counts import peers_of_step
-from ...plan.timeline import ON_LINKS
+from ..predict.counts import peers_of_step
+from ..predict.timeline import ON_LINKS
 from .sharding import MeshAxes
 from .simulation import MEMORY_KINDS, SimulatedStage, Simulation
 
@@ -128,7 +128,6 @@ def _mesh(simulation: Simulation) -> Figures:
         ranks=sharding.ranks,
         nodes=1 if alone else len(sizes),
         ranks_per_node=1 if alone else max(sizes.values()),
-        relayed=any(stage.plan.relayed for stage in stages),  # exchanges between nodes go in two hops
     )
 
 

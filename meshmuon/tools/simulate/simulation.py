@@ -21,9 +21,7 @@ from ...ortho.iteration import scratch_bytes
 from ...params.option_table import ParamGroup
 from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
 from ...plan import (
-    DEFAULT_MAX_PEERS,
     NO_WAVE,
-    Calibration,
     CostModel,
     Nodes,
     Plan,
@@ -31,11 +29,11 @@ from ...plan import (
     add_local_costs,
     cost_model_for,
 )
-from ...plan.counts import WavePeers, count_peers, peers_of_step
-from ...plan.machines import Machine
-from ...plan.timeline import Timeline
+from ..predict.counts import WavePeers, count_peers, peers_of_step
 from ..predict.launches import Launches, adamw_launches, launches_of
+from ..predict.machines import Machine
 from ..predict.prediction import predict
+from ..predict.timeline import Timeline
 from .description import ModelDescription
 from .sharding import PlacedParam, Sharding
 
@@ -60,8 +58,7 @@ class MuonOptions:
     form: str = "auto"
     param_dtype: torch.dtype = torch.float32
     momentum_dtype: torch.dtype | None = None
-    cost_model: CostModel | Calibration | None = None
-    max_peers: int | None = DEFAULT_MAX_PEERS  # None: exchanges never go through relays
+    cost_model: CostModel | None = None
 
     def batch_budget(self, machine: Machine) -> int:
         """Bytes of scratch of a batch: as ``ExecutorSettings`` has it in a job on the machine."""
@@ -124,17 +121,17 @@ def _plan_stage(placed: Sequence[PlacedParam], options: MuonOptions, machine: Ma
         options.replicas,
         options.chunk_size,
         in_flight=options.warmup_step + 1,
-        max_peers=options.max_peers,
     )
     topology = Topology.around(rank, records, None)
     topology = replace(topology, nodes=Nodes.of({rank: rank // machine.ranks_per_node for rank in topology.ranks}))
+    memory = None if machine.device == "cpu" else machine.memory_bytes
     settings = PlanSettings(
         plan_options,
         options.form,
         "use_distributed_muon=False",
         options.cost_model,
         options.memory_budget,
-        machine=machine,
+        device_memory=memory,
     )
     planner = LocalPlanner(tuple(records), settings, topology)
     plan = planner.plan(frozenset(range(len(records)))).plan

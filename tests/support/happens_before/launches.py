@@ -8,17 +8,14 @@ the other lists. Otherwise torch launches one kernel per tensor.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 
-from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.execute import StepParam
 from meshmuon.plan import Plan
 from tests.support.threads import run_threads
@@ -150,6 +147,5 @@ def count_launches(program: Program) -> list[CountedStep]:
         with recorder.recording():
             return _CountedRun(program, rank, recorder).counted()
 
-    nodes = {} if program.ranks_per_node is None else {RANKS_PER_NODE: str(program.ranks_per_node)}
-    with runs.twins(), patch.dict(os.environ, nodes):
+    with runs.twins():
         return run_threads(program.world, main)

@@ -10,8 +10,6 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshmuon.plan.tasks import Heavy
-
 HEAD_DIM, HEADS = 2, 3
 
 
@@ -48,8 +46,6 @@ class Program:
     events: tuple[tuple[int, str], ...] = ()  # what happens before which step: see ``EVENTS``
     own_stream: bool = False  # the user trains on a stream of their own
     fsdp_grads: bool = False  # gradients are made on another stream, as FSDP2's reduce-scatters make them
-    ranks_per_node: int | None = None  # None leaves all ranks on one node
-    heavy: Heavy | None = None  # as in the options of its plans
 
     @property
     def world(self) -> int:

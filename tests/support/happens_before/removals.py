@@ -14,7 +14,6 @@ from typing import Any
 from torch.distributed.tensor import Shard
 
 import meshmuon
-from meshmuon.plan import CostModel
 
 from .programs import HEAD_DIM, HEADS, Program, ProgramParam
 from .runs import Outcome, run_program
@@ -213,8 +212,6 @@ def scenario(mesh: tuple[int, ...], params: tuple[ProgramParam, ...], options: A
 BIAS = ProgramParam("bias", (5,), use_muon=False)
 EXPERTS = ProgramParam("layers.9.experts.weight", (4, 5, 3), S0, in_host=True)  # whole on their ranks
 ATTENTION = tuple(ProgramParam(f"layers.0.self_attn.{name}_proj.weight", (HEADS * HEAD_DIM, 5)) for name in "qk")
-SHORT_AND_LONG = (ProgramParam("long.weight", (64, 64), S0), *weights(12, S0, shape=(16, 16)))
-ANY_WAVES = {"cost_model": CostModel(0.0, 1.0), "kernels": "torch"}
 RULED = {"rule": "normuon", "nesterov": False}
 SCENARIOS = {
     "waves": scenario((2,), weights(5, S0), IN_TURNS | RULED),
@@ -235,12 +232,7 @@ SCENARIOS = {
     "weights in host memory, whole on their ranks": scenario(
         (2,), (replace(EXPERTS, shape=(6, 5, 3)),), {"chunk_size": 1}
     ),
-    "relays between nodes": scenario((4,), weights(5, S0, shape=(8, 4)), IN_TURNS | {"max_peers": 1}, ranks_per_node=2),
     "prepared": scenario((2,), weights(2, S0), events=((0, "prepare"),)),
-    "a wave that sends last": scenario((4,), SHORT_AND_LONG, ANY_WAVES, heavy="aside"),
-    "weights in host memory, a wave that sends last": scenario(
-        (4,), tuple(replace(param, in_host=True) for param in SHORT_AND_LONG), ANY_WAVES, heavy="aside"
-    ),
     "metrics": scenario((2,), (*weights(2, S0), replace(BIAS, placements=S0)), {"metrics": 1}, steps=5),
     "logits in pinned memory": scenario(
         (1,),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -17,13 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshmuon import DistMuon, Muon, clip_grad_norm_
-from meshmuon.agree import local_planner
-from meshmuon.agree.node_view import RANKS_PER_NODE
 from meshmuon.execute import list_kernels
 from meshmuon.layout import Mesh
 from meshmuon.ortho.kernels import products, triton_normalise
 from meshmuon.ortho.kernels.products import TritonProducts
-from meshmuon.plan import Plan, PlannedParam, PlanOptions, make_plan
 from meshmuon.torch_compat import dtensor_like, local_part
 from meshmuon.transport import collectives
 from tests.support import layouts
@@ -55,7 +50,6 @@ class Outcome:
     busy_waits: set[str] = field(default_factory=set)
     weights: list[list[Tensor]] = field(default_factory=list)  # rank by rank, at the end
     pools: list[list[object]] = field(default_factory=list)  # of each rank, those of its graphs
-    plans: list[Plan] = field(default_factory=list)  # of all ranks
 
     def of(self, *kinds: str) -> list[Finding]:
         return [finding for finding in self.findings if finding.kind in kinds]
@@ -139,14 +133,7 @@ def run_program(program: Program, *, seed: int = 0) -> Outcome:
             outcome.beside_main |= {recorder.clocks.names[stream] for stream in recorder.beside_main}
         return weights
 
-    nodes = {} if program.ranks_per_node is None else {RANKS_PER_NODE: str(program.ranks_per_node)}
-
-    def planned(params: Sequence[PlannedParam], options: PlanOptions) -> Plan:
-        plan = make_plan(params, replace(options, heavy=program.heavy))
-        outcome.plans.append(plan)
-        return plan
-
-    with twins() as started, patch.dict(os.environ, nodes), patch.object(local_planner, "make_plan", planned):
+    with twins() as started:
         outcome.weights = run_threads(program.world, main)
     outcome.orders, outcome.collectives = started.differences(), started.count()
     return outcome

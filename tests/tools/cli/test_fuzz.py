@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from meshmuon.plan.machines import MACHINE_FILES
 from meshmuon.tools import simulate
 from meshmuon.tools.cli.main import main
+from meshmuon.tools.predict.machines import MACHINE_FILES
 from tests.support.optional import need
 from tests.tools.predict.test_calibration import MEASURED
 

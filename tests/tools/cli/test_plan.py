@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from meshmuon.plan.machines import MACHINE_FILES
 from meshmuon.tools.cli.main import main
+from meshmuon.tools.predict.machines import MACHINE_FILES
 from meshmuon.tools.simulate.render import print_report, sections_of
 from tests.support.optional import need
 

@@ -13,9 +13,9 @@ from typing import Any, TextIO
 import pytest
 
 import meshmuon
-from meshmuon.plan.calibration import Calibration
 from meshmuon.tools.cli.main import main
 from meshmuon.tools.doctor import CHECKS, Context, DoctorOptions, run_doctor
+from meshmuon.tools.predict.calibration import Calibration
 from tests.support.processes import results_of, run_ranks
 
 from .faults import doctor_rank

@@ -12,8 +12,8 @@ import pytest
 
 from meshmuon.errors import ConfigError
 from meshmuon.layout import Replicated
-from meshmuon.plan import CostModel, LinkRate, PlannedParam, Rate, cost_model_from, make_plan
-from meshmuon.plan.calibration import Calibration, ElementwiseRates
+from meshmuon.plan import CostModel, PlannedParam, cost_model_from, make_plan
+from meshmuon.tools.predict.calibration import Calibration, ElementwiseRates, LinkRate, Rate
 from meshmuon.tools.predict.prediction import predict
 from tests.support.plans import entry, line, options_for
 
@@ -59,7 +59,11 @@ def test_plans_take_the_rate_of_large_matrices_and_of_whole_exchanges(tmp_path: 
     for missing in ("inside", "between"):  # measured on one node, or with one rank on each
         path = written(tmp_path, replace(MEASURED, **{missing: None}).to_json())
         assert Calibration.load(path).cost_model() == expected
-    assert cost_model_from(path) == cost_model_from(str(path)) == Calibration.load(path)
+    assert cost_model_from(path) == cost_model_from(str(path)) == expected
+    per_peer = replace(MEASURED, seconds_per_peer=1e-6)
+    assert cost_model_from(written(tmp_path, per_peer.to_json())) == replace(
+        MEASURED.cost_model(), flops_per_peer=4e10 * 1e-6
+    )
     assert MEASURED.cost_model() == CostModel(4e10 / 2e9, 4e10 * 1e-5, 4e10 / 1e9, 4e10 * 1e-4)
     assert cost_model_from(expected) is expected
     assert cost_model_from(None) is None
@@ -81,17 +85,14 @@ OF_PLANS: list[tuple[Any, str]] = [
     (changed(orthogonalisation=[]), rf"its orthogonalisation is \[\] and {RATES}"),
     (
         changed(orthogonalisation=[RATE | {"flops_per_second": 0}]),
-        rf"\[0\].flops_per_second is 0 and {POSITIVE}",
+        rf"its orthogonalisation.flops_per_second is 0 and {POSITIVE}",
     ),
-    (
-        changed(orthogonalisation=[RATE | {"size": 0}]),
-        rf"its orthogonalisation\[0\].size is 0 and {WHOLE} from 1 to 2147483648",
-    ),
-    (changed(exchange="fast"), "its exchange is 'fast' and must be a link or null"),
-    (changed(exchange=[1, 2]), r"its exchange is \[1, 2\] and must be a link or null"),
+    (changed(orthogonalisation=[RATE | {"size": 0}]), f"its orthogonalisation.size is 0 and {POSITIVE}"),
+    (changed(exchange="fast"), f"its exchange.bytes_per_second is None and {POSITIVE}"),
+    (changed(exchange=[1, 2]), f"its exchange.bytes_per_second is None and {POSITIVE}"),
     (changed(exchange=None), "it was measured on one rank and knows no link between ranks"),
     (changed(exchange=LINK | {"bytes_per_second": math.inf}), "its exchange.bytes_per_second is inf"),
-    (changed(exchange=LINK | {"bytes_per_second": 1e-300}), "is 1e-300 and must be between 1e-15 and 1e\\+24"),
+    (changed(exchange=LINK | {"bytes_per_second": 1e-300}), f"is 1e-300 and {POSITIVE}"),
     (
         changed(
             between=None,

@@ -14,9 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshmuon.layout import Layout, Mesh, Sharded
 from meshmuon.plan import PlannedParam, PlanOptions, cost_model_for, make_plan
-from meshmuon.plan.prediction import SECONDS_PER_LAUNCH
 from meshmuon.tools.predict.launches import Launches, PartKind, adamw_launches, launches_of
-from meshmuon.tools.predict.prediction import predict
+from meshmuon.tools.predict.prediction import SECONDS_PER_LAUNCH, predict
 from meshmuon.tools.simulate.description import load_model
 from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.sharding import MeshAxes
@@ -44,7 +43,7 @@ def experts(count: int, size: int, placements: Any = ROWS, dtype: torch.dtype = 
 
 
 def program(params: Any, mesh: tuple[int, ...] = (2,), **options: Any) -> Program:
-    fields = {name: options.pop(name) for name in ("optimizer", "ranks_per_node") if name in options}
+    fields = {name: options.pop(name) for name in ("optimizer",) if name in options}
     return Program(mesh=mesh, params=params, options={"scheme": "polar_express", **options}, steps=3, **fields)
 
 
@@ -77,7 +76,6 @@ PROGRAMS: dict[str, tuple[Program, int, int]] = {
     "default scheme, square": (program(weights(4, shapes=((32, 32), (16, 32))), scheme="auto"), 47, 26),
     "in host memory": (program((*weights(4, in_host=True), *experts(1, 4))), 70, 100),
     "AdamW beside": (program((*weights(4), *ADAMW)), 52, 29),
-    "through relays": (program(weights(8), (4,), ranks_per_node=2, max_peers=1), 61, 29),
     "DistMuon": (program(weights(8, placements=None), optimizer="DistMuon"), 56, 32),
     "DistMuon, normuon": (program(weights(8, placements=None), optimizer="DistMuon", rule="normuon"), 100, 38),
 }

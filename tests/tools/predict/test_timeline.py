@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from meshmuon.layout import Replicated
 from meshmuon.plan import Nodes, Plan, make_plan, routes_of
-from meshmuon.plan.calibration import Calibration
-from meshmuon.plan.timeline import ON_LINKS, RankSpan, StepSeconds, Timeline, WaveSeconds, timeline_of
+from meshmuon.tools.predict.calibration import Calibration
 from meshmuon.tools.predict.prediction import predict
+from meshmuon.tools.predict.timeline import ON_LINKS, RankSpan, StepSeconds, Timeline, WaveSeconds, timeline_of
 from tests.support.plans import (
     entry,
     line,
@@ -146,23 +146,6 @@ def test_the_slowest_rank_holds_the_others_up() -> None:
     assert timeline.ends == {3: 8.0, 5: 8.0}
     assert timeline.slowest == 5  # rank 3 waits for it
     assert timeline.seconds_by_kind == {"momentum": 4.0, "wait": 2.0, "others": 2.0}
-
-
-def test_a_wave_of_long_work_is_passed_by_the_others() -> None:
-    """Rank 3 works for 20 s in wave 0; wave 1, in which it owns nothing, has its results meanwhile."""
-    nothing = [0.0, 0.0]
-    waves = (
-        WaveSeconds(nothing, [2.0, 2.0], [20.0, 0.0], [2.0, 2.0], nothing),
-        WaveSeconds(nothing, [3.0, 3.0], [0.0, 5.0], [3.0, 3.0], nothing),
-    )
-    step = StepSeconds((3, 5), waves, nothing, nothing, nothing, 0.0, 2, first_sends_last=True)
-    timeline = timeline_of(step)
-    begins = {(phase.kind, phase.wave): max(phase.start) for phase in timeline.phases if phase.kind in ON_LINKS}
-    assert begins == {("gather", 0): 0.0, ("gather", 1): 2.0, ("scatter", 1): 10.0, ("scatter", 0): 22.0}
-    assert timeline.seconds == timeline.bound == 24.0
-    in_order = timeline_of(replace(step, first_sends_last=False))
-    assert in_order.seconds == 27.0
-    assert timeline_of(replace(step, busy=1.0)).seconds >= in_order.seconds  # cores do one thing at a time
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.5, 1.0])

@@ -1,29 +1,26 @@
 """How fast a machine is, as plain data: what ``meshmuon doctor --save`` measured.
 
-``Muon(cost_model=FILE)`` plans with it. The file is JSON. ``Calibration`` has the same names and units.
+``Muon(cost_model=FILE)`` takes the rates of products and links from it. The file is JSON. ``Calibration`` has the same
+names and units.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from ..errors import ConfigError, shown
-from .cost import CostModel
+from ...errors import ConfigError
+from ...plan.cost import CostModel
+from ...plan.rates import FORMAT, LARGEST_RATE, REMEDY, SMALLEST_RATE, VERSION, cost_model_of, read_rates
 
-FORMAT, VERSION = "meshmuon calibration", 1  # of the file
-_SMALLEST_RATE, _LARGEST_RATE = 1e-15, 1e24  # what lies outside was not measured on a computer
 _LARGEST_SIZE = 2**31
 _MOST_RANKS = 10**7
 _Read = TypeVar("_Read")
-_REMEDY = "Write the file with torchrun ... -m meshmuon doctor --save FILE."
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +89,8 @@ class Calibration:
         return f"Calibration({self.device_name!r}, {hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:8]})"
 
     def cost_model(self) -> CostModel:
-        """What plans weigh.
-
-        On one node, that is the rate and latency of an exchange of all ranks. On several, bytes have the rates of the
-        links inside and between nodes. An exchange inside a node has the latency of its link, one between nodes that of
-        the exchange of all ranks.
-        """
-        if self.exchange is None:
-            raise ConfigError(f"it was measured on one rank and knows no link between ranks. {_REMEDY}")
-        rate = max(self.orthogonalisation, key=lambda rate: (rate.length is None, rate.size)).flops_per_second
-
-        def price(link: LinkRate) -> tuple[float, float]:
-            return rate / link.bytes_per_second, max(1.0, rate * link.seconds)
-
-        of_host = None if self.copies is None else price(self.copies)[0]
-        if self.inside is None or self.between is None:
-            return CostModel(*price(self.exchange), host_flops_per_byte=of_host)
-        return CostModel(*price(self.inside), price(self.between)[0], price(self.exchange)[1], of_host)
+        """What plans weigh: the same as of its file."""
+        return cost_model_of(self.to_json())
 
     def orthogonalisation_rate(self, size: int, length: int | None = None) -> float:
         """FLOPs per second on a further matrix of a batch, by its shorter and its longer side."""
@@ -141,7 +123,7 @@ class Calibration:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Reads a file: what ``to_json`` returned, or a whole report of ``meshmuon doctor --json``."""
-        return _read(cls, _content_of(path))
+        return _read(cls, read_rates(path))
 
 
 def _rate_of_shape(rates: Sequence[Rate], size: int, length: int) -> float:
@@ -171,45 +153,6 @@ def rate_at(size: int, points: Iterable[tuple[int, float]]) -> float:
     return ordered[-1][1]
 
 
-CostModelLike: TypeAlias = "CostModel | Calibration | str | os.PathLike[str]"
-
-
-def cost_model_from(value: CostModelLike | None) -> CostModel | Calibration | None:
-    """What a user named: costs, the rates in a file, or None."""
-    if value is None or isinstance(value, (CostModel, Calibration)):
-        return value
-    if not isinstance(value, (str, os.PathLike)) or not str(value):
-        raise ConfigError(f"cost_model={shown(value)} must be a CostModel, the name of a calibration file, or None.")
-    try:
-        calibration = Calibration.load(value)
-        calibration.cost_model()  # refuses rates without links
-    except ConfigError as error:
-        raise ConfigError(f"cost_model={shown(str(value))}: {error}") from None
-    return calibration
-
-
-def _content_of(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The rates in a file, which may be a whole report of ``meshmuon doctor --json``."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"it cannot be read: {error.strerror or error}. {_REMEDY}") from None
-    except RecursionError:
-        raise ConfigError(f"it is not JSON that can be read: it is nested too deeply. {_REMEDY}") from None
-    except ValueError as error:  # also of text that is not UTF-8
-        raise ConfigError(f"it is not JSON ({error}). {_REMEDY}") from None
-    if isinstance(content, Mapping) and isinstance(content.get("calibration"), Mapping):
-        content = content["calibration"]
-    if not isinstance(content, Mapping) or content.get("format") != FORMAT:
-        raise ConfigError(f"it is no calibration file. {_REMEDY}")
-    if content.get("version") != VERSION:
-        raise ConfigError(
-            f"it has version {content.get('version')!r} of the format, and this meshmuon reads version {VERSION}. "
-            f"{_REMEDY}"
-        )
-    return content
-
-
 def _read(cls: type[_Read], content: Mapping[str, Any], where: str = "") -> _Read:
     """Each field of a dataclass by its type. One that has a default may be missing; ``where`` is before names in
     errors.
@@ -234,8 +177,8 @@ def _read_field(kind: str, value: Any, name: str) -> Any:
         return int(_checked(value, name, f"a whole number from 1 to {most}", whole))
     if kind == "float":
         _checked(value, name, "a positive number", _is_number(value) and 0 < value < math.inf)
-        bounds = f"between {_SMALLEST_RATE:g} and {_LARGEST_RATE:g}"
-        return float(_checked(value, name, bounds, _SMALLEST_RATE <= value <= _LARGEST_RATE))
+        bounds = f"between {SMALLEST_RATE:g} and {LARGEST_RATE:g}"
+        return float(_checked(value, name, bounds, SMALLEST_RATE <= value <= LARGEST_RATE))
     if kind == "tuple[Rate, ...]":
         is_list = isinstance(value, Sequence) and bool(value) and all(isinstance(row, Mapping) for row in value)
         rows = _checked(value, name, "a list of rates", is_list)
@@ -250,7 +193,7 @@ def _checked(value: Any, name: str, expected: str, fits: bool) -> Any:
     if not fits:
         bits = value.bit_length() if type(value) is int else 0
         given = f"a number of {bits} bits" if bits > 999 else repr(value)[:120]
-        raise ConfigError(f"its {name} is {given} and must be {expected}. {_REMEDY}")
+        raise ConfigError(f"its {name} is {given} and must be {expected}. {REMEDY}")
     return value
 
 

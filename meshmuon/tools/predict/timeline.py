@@ -9,14 +9,13 @@ exchange takes the rank's time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress, repeat
 from operator import sub
 from typing import NamedTuple, TypeAlias
 
-from .schedule import Action, pipeline_order
+from ...plan import Action, pipeline_order
 
 Seconds: TypeAlias = "Sequence[float]"
 """One number for each rank of the step, in its order."""
@@ -61,8 +60,6 @@ class StepSeconds:
     host_ahead: Seconds = ()  # of a host that issues work for its device: the step ends when both have ended
     launches: Sequence[int] = ()  # kernels that it issues; empty on CPU
     slower_beside_exchange: float = 0.0  # slowdown of orthogonalising while the links are busy, as a share
-    # as in ``pipeline_order``; a rank that owns nothing in a wave then does not hold it up
-    first_sends_last: bool = False
 
 
 class Phase(NamedTuple):
@@ -114,11 +111,10 @@ class Timeline:
             links = sum(wave.gather[k] + wave.scatter[k] for wave in step.waves)
             work = step.host[k] + step.local[k] + step.adamw[k] + step.busy * links
             work += sum(wave.momentum[k] + wave.orthogonalise[k] + wave.update[k] for wave in step.waves)
-            if step.waves and (not step.first_sends_last or any(wave.orthogonalise[k] for wave in step.waves)):
-                last = 0 if step.first_sends_last else len(step.waves) - 1
+            if step.waves:
                 before, after = step.local[k] + sum(w.momentum[k] for w in step.waves[1:]), step.adamw[k]
-                after += sum(w.update[k] for number, w in enumerate(step.waves) if number != last)
-                edges = max(0.0, step.waves[0].gather[k] - before) + max(0.0, step.waves[last].scatter[k] - after)
+                after += sum(w.update[k] for w in step.waves[:-1])
+                edges = max(0.0, step.waves[0].gather[k] - before) + max(0.0, step.waves[-1].scatter[k] - after)
                 work += (1 - step.busy) * edges
             parts = ((w.momentum[k], w.gather[k], w.orthogonalise[k], w.scatter[k], w.update[k]) for w in step.waves)
             bound = max(bound, links, work, step.host[k] + max(map(sum, parts), default=0.0))
@@ -195,16 +191,7 @@ class Timeline:
 def timeline_of(step: StepSeconds) -> Timeline:
     walk = _Walk(step)
     walk.work("host", None, step.host)
-    # On links, where the order says so, only owners wait for a gather, and are waited for: the others send beside their
-    # work.
-    beside = step.first_sends_last and step.busy == 0.0
-    owners = [[not beside or seconds > 0 for seconds in wave.orthogonalise] for wave in step.waves]
-    order = pipeline_order(
-        len(step.waves),
-        max(1, step.in_flight),
-        gathered_ahead=step.gathered_ahead,
-        first_sends_last=step.first_sends_last,
-    )
+    order = pipeline_order(len(step.waves), max(1, step.in_flight), gathered_ahead=step.gathered_ahead)
     for action, wave in order:
         if action is Action.LOCAL:
             walk.orthogonalise("local", None, step.local)
@@ -214,12 +201,9 @@ def timeline_of(step: StepSeconds) -> Timeline:
             walk.work("momentum", wave, step.waves[wave].momentum)
             walk.send("gather", wave, step.waves[wave].gather)
         elif action is Action.COMPUTE:
-            walk.wait("gather", wave, owners[wave])
+            walk.wait("gather", wave)
             walk.orthogonalise("orthogonalise", wave, step.waves[wave].orthogonalise)
-            if wave or not step.first_sends_last:
-                walk.send("scatter", wave, step.waves[wave].scatter, owners[wave])
-        elif action is Action.SEND:
-            walk.send("scatter", wave, step.waves[wave].scatter, owners[wave])
+            walk.send("scatter", wave, step.waves[wave].scatter)
         else:
             walk.wait("scatter", wave)
             walk.work("update", wave, step.waves[wave].update)
@@ -245,23 +229,20 @@ class _Walk:
         start, self._now = self._now, [now + more for now, more in zip(self._now, seconds, strict=True)]
         self.phases.append(Phase(kind, wave, start, self._now))
 
-    def send(self, kind: str, wave: int, seconds: Seconds, after: Iterable[object] = repeat(True)) -> None:
-        """An exchange that begins when the devices of the ranks in ``after`` are free, and the links of all."""
+    def send(self, kind: str, wave: int, seconds: Seconds) -> None:
+        """An exchange that begins when the devices and the links of all ranks are free."""
         if self._busy == 1.0:
             self.work(kind, wave, seconds)
             self._arrivals[kind, wave] = max(self._now, default=0.0)
             return
-        begin = max(self._links_free, max(compress(self._now, after), default=0.0))
+        begin = max(self._links_free, max(self._now, default=0.0))
         if self._busy:
             self.work("copy", wave, [self._busy * more for more in seconds])
         arrival = max(begin + max(seconds, default=0.0), max(self._now, default=0.0) if self._busy else 0.0)
         self._links_free = self._arrivals[kind, wave] = arrival
         self.phases.append(Phase(kind, wave, [begin] * len(self._now), [begin + more for more in seconds]))
 
-    def wait(self, kind: str, wave: int, waits: Iterable[object] = repeat(True)) -> None:
+    def wait(self, kind: str, wave: int) -> None:
         arrival = self._arrivals[kind, wave]
-        start, self._now = (
-            self._now,
-            [max(now, arrival) if by_it else now for now, by_it in zip(self._now, waits, strict=False)],
-        )
+        start, self._now = self._now, [max(now, arrival) for now in self._now]
         self.phases.append(Phase("wait", wave, start, self._now))

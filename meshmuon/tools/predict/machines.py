@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 from .calibration import Calibration, ElementwiseRates, LinkRate, Rate
 
 FORMAT, VERSION = "meshmuon machine", 1
