@@ -172,7 +172,7 @@ class Muon(PreparedStep):
         keep_options(group)
         try:
             super().add_param_group(group)
-        except ValueError as error:  # torch alone checks for non-leaf tensors and for parameters in two groups
+        except ValueError as error:  # torch alone checks for non-leaf tensors
             raise ConfigError(str(error)) from None
         self._activity.watch(param_group.get("names"))
         if self._constructed:
