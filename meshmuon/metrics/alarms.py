@@ -20,11 +20,14 @@ class Limits:
 
     Attributes:
         patience: number of successive measurements that must show it. An lr of the wrong convention is said at the
-        first. update_to_weight: largest healthy norm of an update over that of its weight. logits: largest healthy
-        attention logit, as long as logits grow. growth: how much logits must have grown over ``patience`` measurements.
-        stable_rank: largest stable rank of a momentum that counts as rank one. apart: how much farther the entries of
-        Muon's matrices may move in a step than those of any parameter of AdamW. behind: how much less than those of any
-        of them. update_rms: by how much their entries may move in a step at most, whatever AdamW does.
+            first.
+        update_to_weight: largest healthy norm of an update over that of its weight.
+        logits: largest healthy attention logit, as long as logits grow.
+        growth: how much logits must have grown over ``patience`` measurements.
+        stable_rank: largest stable rank of a momentum that counts as rank one.
+        apart: how much farther the entries of Muon's matrices may move in a step than those of any parameter of AdamW.
+        behind: how much less than those of any of them.
+        update_rms: by how much their entries may move in a step at most, whatever AdamW does.
     """
 
     patience: int = 3

@@ -36,9 +36,9 @@ def pipeline_order(
         count: number of waves.
         in_flight: most waves between their first and their last exchange.
         gathered_ahead: most waves that have sent their pieces and not computed; by default
-        ``most_gathered_ahead(in_flight)``. first_sends_last: wave 0, of few owners with long work, sends its results
-        after all others and finishes last, so that no
-            other exchange stands behind that work. All waves must be in flight, and all gather before the first
+            ``most_gathered_ahead(in_flight)``.
+        first_sends_last: wave 0, of few owners with long work, sends its results after all others and finishes last, so
+            that no other exchange stands behind that work. All waves must be in flight, and all gather before the first
             computes.
     """
     assert not first_sends_last or 2 <= count <= in_flight

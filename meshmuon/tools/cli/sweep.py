@@ -46,7 +46,9 @@ class SweepRun:
         lr: what the optimizer was built with.
         seed: what the function was called with.
         loss: what the function returned, else the mean training loss of the last tenth of the steps; None if it
-        diverged. steps: number of losses that it yielded. curve: the training loss, thinned out.
+            diverged.
+        steps: number of losses that it yielded.
+        curve: the training loss, thinned out.
     """
 
     optimizer: str
