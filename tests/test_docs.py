@@ -209,3 +209,20 @@ def test_lines_are_short(page: Path) -> None:
 def test_the_index_lists_every_page() -> None:
     index = (DOCS / "README.md").read_text()
     assert not [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name})" not in index]
+
+
+def test_each_argument_and_attribute_begins_a_line() -> None:
+    """What goes on from the line before stands further in, or else it would read as an entry of its own."""
+    seen, wrong = 0, []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        nodes = (
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        )
+        for text in filter(None, map(ast.get_docstring, nodes)):
+            for section in re.findall(r"^(?:Args|Attributes):\n((?: {4}.*\n?)+)", text, re.MULTILINE):
+                entries = [line for line in section.splitlines() if re.match(r" {4}\S", line)]
+                seen += len(entries)
+                names = r" {4}(\{\w+\}$|[*`\w]+(, [*`\w]+)*: (?!.*\. [a-z_]+: ))"
+                wrong += [f"{path.name}: {line}" for line in entries if not re.match(names, line)]
+    assert seen > 100
+    assert wrong == []

@@ -100,10 +100,10 @@ class LocalPlanner:
     Attributes:
         records: the parameters.
         decision: what this rank proposes or, after ``propose_together``, what all ranks will do; None before, and if it
-        failed. shared: indices of the parameters that several ranks know of, because they are on a mesh or replicated.
+            failed.
+        shared: indices of the parameters that several ranks know of, because they are on a mesh or replicated.
         layouts: the layouts of every parameter; empty for those that only this rank knows of, and for those on meshes
-        without
-            any rank that plans with this one.
+            without any rank that plans with this one.
     """
 
     def __init__(

@@ -41,9 +41,11 @@ class Collector:
     Attributes:
         records: all parameters that are awake, param group by param group.
         all_records: behind them those that sleep, without matrices: QK-clip looks for pairs, of which one may be
-        frozen. gpu: on which matrices of this rank are orthogonalised; None if that is no GPU. has_grad: which of them
-        have a gradient; the same object for as long as they are equal. lacking_state: parameters that lack state, or a
-        part of it, since the state last changed. without_state: those of them that had a gradient at the last check.
+            frozen.
+        gpu: on which matrices of this rank are orthogonalised; None if that is no GPU.
+        has_grad: which of them have a gradient; the same object for as long as they are equal.
+        lacking_state: parameters that lack state, or a part of it, since the state last changed.
+        without_state: those of them that had a gradient at the last check.
     """
 
     def __init__(self, comm_dtype: CommDtypeLike, *, in_own_dtype: bool = False) -> None:

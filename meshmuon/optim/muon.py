@@ -15,7 +15,7 @@ from ..agree.identity import register
 from ..agree.local_planner import PlanSettings
 from ..agree.planner import Planner
 from ..agree.state_presence import has_begun
-from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError
+from ..errors import ConfigError, MeshmuonError, RoutingWarning, StateError, level_of_user
 from ..execute import CommDtypeLike, DataParallelExecutor, Executor, ExecutorSettings, ReferenceExecutor
 from ..matrices import Conv, Split
 from ..metrics.meter import Meter
@@ -165,7 +165,7 @@ class Muon(PreparedStep):
         keep_options(group)
         try:
             super().add_param_group(group)
-        except ValueError as error:  # torch alone checks for non-leaf tensors and for parameters in two groups
+        except ValueError as error:  # torch alone checks for non-leaf tensors
             raise ConfigError(str(error)) from None
         self._activity.watch(param_group.get("names"))
         if self._constructed:
@@ -377,13 +377,11 @@ class Muon(PreparedStep):
         self._meter = Meter(self._metrics, by_owners=not self._reference)
 
     def _warn_of_routes(self, first: int) -> None:
-        """Warns about the groups from ``first`` on, at the line of the user's call two frames up; on one rank for
-        all.
-        """
+        """Warns about the groups from ``first`` on, at the line of the user's call; on one rank for all."""
         if not is_first_of_ranks(self._groups[first:]):
             return
         for warning in build_routing_table(self._groups, first).warnings:
-            warnings.warn(warning, RoutingWarning, stacklevel=3)
+            warnings.warn(warning, RoutingWarning, stacklevel=level_of_user())
 
 
 def _show_log() -> None:

@@ -1,7 +1,7 @@
 """Orthogonalisation: schemes (coefficients), Newton–Schulz in its standard and Gram forms, and what it costs."""
 
 from .cost import orthogonalize_flops
-from .iteration import Scratch, iterate, scratch_bytes
+from .iteration import iterate
 from .newton_schulz import (
     FORMS,
     Form,
@@ -30,4 +30,5 @@ from .schemes import (
     resolve_scheme,
     zolotarev,
 )
+from .scratch import Scratch, scratch_bytes
 from .workspace import Workspace, aligned_matrices, pitch

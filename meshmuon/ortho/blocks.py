@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from .cost import orthogonalize_cost
-from .iteration import Scratch, iterate
+from .iteration import iterate
 from .kernels.products import Prepared, Products
 from .rational import Rational
 from .schemes import Scheme
+from .scratch import Scratch
 from .workspace import Workspace
 
 _EXHAUSTIVE_STEPS = 6  # up to here every way to cut the steps is tried; beyond, only cuts into few blocks,

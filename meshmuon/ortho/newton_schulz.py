@@ -13,15 +13,15 @@ from ..device import HOST, wide_sums
 from ..errors import ConfigError
 from .blocks import choose_blocks, gram_blocks, is_safe, standard_blocks, worst_error
 from .cost import orthogonalize_cost
-from .iteration import Scratch, iterate
+from .iteration import iterate
 from .kernels.products import Products, products_for
 from .rational import Rational
 from .schemes import AUTO, Orthogonalizer, Scheme, halley, hybrid, polar_express, resolve_scheme, zolotarev
+from .scratch import SHORT, Scratch
 from .workspace import Workspace, aligned_matrices, is_aligned
 
 Form: TypeAlias = Literal["auto", "standard", "gram"]
 FORMS = get_args(Form)
-_SHORT = (torch.bfloat16, torch.float16)  # too few digits for inverses
 _SMALLEST_SHORT = 100  # short side from which bfloat16 pays on CPUs that multiply in it
 
 
@@ -72,7 +72,7 @@ def scheme_for(
         return polar_express() if device.type == "cuda" else _cheapest(rows, cols, dtype)
     if not scheme.rational:
         return scheme
-    if dtype in _SHORT:
+    if dtype in SHORT:
         return polar_express()
     if not is_safe(scheme, dtype):
         smallest_pole = min(min(step.poles) for step in scheme.steps if isinstance(step, Rational))
@@ -86,7 +86,7 @@ def scheme_for(
 
 def fallback_reason(scheme: Scheme | Orthogonalizer, dtype: torch.dtype) -> str | None:
     """Why a matrix is not orthogonalised by the scheme that its param group names; None where it is."""
-    if isinstance(scheme, Scheme) and scheme.rational and dtype in _SHORT:
+    if isinstance(scheme, Scheme) and scheme.rational and dtype in SHORT:
         name = str(dtype).removeprefix("torch.")
         return f"polar_express instead of {scheme.name}: {name} is too short for inverses"
     return None
@@ -95,7 +95,7 @@ def fallback_reason(scheme: Scheme | Orthogonalizer, dtype: torch.dtype) -> str 
 @lru_cache(maxsize=4096)
 def _cheapest(rows: int, cols: int, dtype: torch.dtype) -> Scheme:
     default = polar_express()
-    if dtype in _SHORT:
+    if dtype in SHORT:
         return default
     bound = worst_error(default, dtype)
     candidates = [default, *(scheme for scheme in (hybrid(), zolotarev()) if worst_error(scheme, dtype) <= bound)]
@@ -195,7 +195,7 @@ def reserve_scratch(
 
 def blocks_for(rows: int, cols: int, scheme: Scheme, *, form: str, dtype: torch.dtype) -> tuple[int, ...]:
     """How the steps are cut into blocks for rows × cols matrices."""
-    if dtype in _SHORT and scheme.rational:  # a split step is a block of its own
+    if dtype in SHORT and scheme.rational:  # a split step is a block of its own
         return standard_blocks(scheme)
     if form == "auto":
         return choose_blocks(rows, cols, scheme, dtype)

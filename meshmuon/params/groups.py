@@ -107,7 +107,7 @@ def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, T
         if not isinstance(param, Tensor):
             raise ConfigError(f"group {index}: {name} is a {type(param).__name__}, not a tensor. {_RIGHT_CALL}")
         refuse_uninitialised(name, param)
-        # State and metrics are told apart by names. Torch refuses one parameter in two groups.
+        # State and metrics are told apart by names.
         if seen.setdefault(name, param) is not param:
             raise ConfigError(
                 f"group {index}: another parameter is called {name} as well, and all names of an optimizer must "
@@ -120,6 +120,13 @@ def normalise_group(group: Mapping[str, Any], index: int, others: Mapping[str, T
         raise ConfigError(
             f"group {index} holds a parameter twice, so it would be stepped twice: list each parameter once."
         )
+    stepped = set(map(id, others.values()))
+    for name, param in zip(names, params, strict=True):
+        if id(param) in stepped:
+            raise ConfigError(
+                f"group {index}: {name} is in another group of the optimizer already. If "
+                "it has just been unfrozen, leave it there: it trains from now on, and nothing has to be added."
+            )
     group["params"], group["param_names"] = params, names
     return group
 

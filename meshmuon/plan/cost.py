@@ -22,9 +22,9 @@ class CostModel:
         flops_per_exchange: FLOPs in the time that an exchange of no bytes takes.
         between_flops_per_byte: the first between ranks of different nodes; None if it is the same there.
         between_flops_per_exchange: the second for an exchange between ranks of several nodes; None if it is the same
-        there. host_flops_per_byte: the first between the memory of a device and that of its host, for weights that are
-        there; None if
-            it is the same as between ranks.
+            there.
+        host_flops_per_byte: the first between the memory of a device and that of its host, for weights that are there;
+            None if it is the same as between ranks.
         flops_per_peer: FLOPs in the time that each peer adds to an exchange; None for no time.
     """
 

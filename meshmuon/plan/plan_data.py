@@ -31,7 +31,8 @@ class PlanData:
         params: the parts: parameters, and each matrix of a fused one.
         tasks: the matrices.
         wave_lanes: for each wave, the device type, dtype on the wire and dtype of the update that its matrices have in
-        common. options: the options that it was made with.
+            common.
+        options: the options that it was made with.
     """
 
     ranks: tuple[int, ...]

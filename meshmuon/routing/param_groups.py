@@ -78,8 +78,8 @@ def get_default_muon_param_groups(
             ``"flatten"`` sends all of them, except grouped ones, and any other parameter of more than two dims;
             ``"adamw"`` sends none.
         split: how fused weights are cut, where it is not None, instead of how they are known to be; as the option of
-        ``Muon``. frozen: False leaves out all frozen parameters. They are never trained then, even if they are
-        unfrozen.
+            ``Muon``.
+        frozen: False leaves out all frozen parameters. They are never trained then, even if they are unfrozen.
 
     Returns:
         Up to three param groups, in this order, each with ``params``, ``names``, ``use_muon`` and ``reasons``, ready
@@ -172,7 +172,10 @@ def _contents_of(
 
 def _ask(is_muon_func: Callable[[str, Tensor], bool], name: str, param: Tensor) -> bool:
     try:
-        return bool(is_muon_func(name, param))
+        answer: object = is_muon_func(name, param)
+        if answer is ...:  # as copied from a message, and true
+            raise TypeError("it returned ...: write a condition in its place")
+        return bool(answer)
     except Exception as error:
         raise ConfigError(f"is_muon_func failed for {name} with {type(error).__name__}: {error}") from error
 

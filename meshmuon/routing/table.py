@@ -231,7 +231,7 @@ def _share_warning(trained: Sequence[RoutingRow]) -> list[str]:
     """Warns if AdamW has more than half of a model whose routes were left to us; it raises elsewhere if Muon has
     nothing.
     """
-    weights = [row for row in trained if len(row.shape) > 1 and not _TABLES.search(row.why) and row.why != CONV_ADAMW]
+    weights = [row for row in trained if len(row.shape) > 1 and not _NOT_COUNTED.search(row.why)]
     total, by_muon = sum(map(_elements, weights)), sum(_elements(row) for row in weights if row.route == "muon")
     if not 0 < 2 * by_muon < total or any(row.why in ("", "is_muon_func") for row in weights):
         return []
@@ -239,16 +239,17 @@ def _share_warning(trained: Sequence[RoutingRow]) -> list[str]:
     for row in weights:
         by_reason[row.why] += 0 if row.route == "muon" else _elements(row)
     reason, most = by_reason.most_common(1)[0]
-    fix = {
-        SMALL_FILTER: 'Muon(model, conv="flatten")',
-        UNKNOWN_STACK: "Muon(model, expert_keys=[...]) with a part of their names",
-    }
-    by_hand = "Muon(get_default_muon_param_groups(model, is_muon_func=lambda name, param: ...))"
+    fix = 'Muon(model, conv="flatten")' if _FLATTENED.match(reason) else ""
+    if reason == UNKNOWN_STACK:
+        fix = "Muon(model, expert_keys=[...]) with a part of their names"
+    elif all(len(row.shape) == 2 for row in weights if row.why == reason):
+        by_hand = "Muon(get_default_muon_param_groups(model, is_muon_func=lambda name, param: ...))"
+        fix = f"{by_hand} with a condition that decides of all weights"
+    advice = f"To give these to Muon, write {fix}. If AdamW is right for them, give it" if fix else "Give AdamW"
     return [
         f"Muon trains {_percent(by_muon, total)} of the elements of this model's weights of two and more dims, "
-        f"embeddings and heads apart; AdamW has the rest, {_percent(most, total)} for this reason: {reason}. To give "
-        f"these to Muon, write {fix.get(reason, by_hand)}. If AdamW is right for them, give it a rate of its own, "
-        "adamw_lr=...: about a fourth of lr."
+        f"embeddings, heads and adapters apart; AdamW has the rest, {_percent(most, total)} for this reason: {reason}. "
+        f"{advice} a rate of its own, adamw_lr=...: about a fourth of lr."
     ]
 
 
@@ -322,7 +323,9 @@ def _doubt_of_shape(matrix_set: MatrixSet) -> str:
 # a longer side, and its ratio to the other, that few layers have but tables and heads
 _LONG, _LONG_AND_NARROW = 8192, 16
 _NAMES_TELL = 'If it is something else, give the group "names", which tell more than shapes.'
-_TABLES = re.compile("embedding|output head|table")  # in the reasons of what is no weight of a layer
+# reasons of what is no weight of a layer, or is small on purpose, or was chosen
+_NOT_COUNTED = re.compile(f"embedding|output head|table|adapter|{LORA_FACTOR}|{CONV_ADAMW}")
+_FLATTENED = re.compile(f"{SMALL_FILTER}|filter that|1-D stem")  # reasons of filters that Muon can have
 _UNKNOWN_STACK = (
     "has more than two dims and is not known to be a stack of matrices, so AdamW trains it. If it holds matrices, pass "
     "expert_keys=[...] with a part of the name to get_default_muon_param_groups."

@@ -19,7 +19,7 @@ from ..dropped import OPTIONS as DROPPED
 from ..dropped import SAVED
 from ..errors import StateError
 from ..execute import RULE_STATE
-from ..matrices import without_wrappers
+from ..matrices import entry_of, keys_of, without_wrappers
 from ..params.checks import shown
 from ..params.dtensors import as_dtensor, layout_text, same_placement, shard_place, shares_addresses
 from ..params.groups import are_placeholders, check_group
@@ -82,6 +82,7 @@ def fit(
     for index, (param_group, members) in enumerate(zip(param_groups, found, strict=True)):
         options, names = _saved_options(param_group, index, members, saved_groups), list(param_group["param_names"])
         overrides = _overrides(param_group, options, defaults)
+        overrides |= _with_entries_of_new(param_group, {**options, **overrides}, members)
         stored = _names_of(saved_groups[members[0].group]) if members[0] is not None else []
         if are_placeholders(names) and len(stored) == len(names) and not are_placeholders(stored):
             overrides["param_names"] = names = stored
@@ -313,6 +314,28 @@ def _overrides(previous: ParamGroup, saved: Mapping[str, Any], defaults: Mapping
         if overrides.get(key, saved.get(key)) is None:  # saved by a version without this option
             overrides[key] = own.get(key, value)
     return overrides
+
+
+def _with_entries_of_new(
+    previous: ParamGroup, loaded: Mapping[str, Any], members: Sequence[_SavedParam | None]
+) -> dict[str, Any]:
+    """What is inside parameters that the state_dict does not know, and why they are here, beside what it says of
+    others.
+    """
+    names = previous["param_names"]
+    known = {key for name, member in zip(names, members, strict=True) if member for key in keys_of(name)}
+    merged: dict[str, Any] = {}
+    for option in ("matrices", "reasons"):
+        own, saved = cast(Mapping[str, Any], previous).get(option), loaded.get(option)
+        if not (isinstance(own, Mapping) and isinstance(saved, Mapping)):
+            continue
+        new: dict[str, Any] = {}
+        for name in (name for name, member in zip(names, members, strict=True) if member is None):
+            key = next((key for key in keys_of(name) if key in own), None)
+            if key is not None and entry_of(saved, name) is None:
+                new[without_wrappers(name) if key in known else key] = own[key]
+        merged |= {option: {**saved, **new}} if new else {}
+    return merged
 
 
 def _warn_of_matrices(param_groups: Sequence[ParamGroup], fitted: Fitted) -> None:

@@ -80,9 +80,11 @@ def convert_torch_state(
 
     Args:
         optimizer: the optimizer that will load the result. Its param groups decide which parameters are Muon's; nothing
-        changes. muon_state: ``state_dict()`` of ``torch.optim.Muon``; None if there was none. adamw_state:
-        ``state_dict()`` of ``torch.optim.AdamW``; None if there was none. muon_names: names of Muon's parameters in its
-        order, for an optimizer that was not built from named parameters. adamw_names: the same for AdamW.
+            changes.
+        muon_state: ``state_dict()`` of ``torch.optim.Muon``; None if there was none.
+        adamw_state: ``state_dict()`` of ``torch.optim.AdamW``; None if there was none.
+        muon_names: names of Muon's parameters in its order, for an optimizer that was not built from named parameters.
+        adamw_names: the same for AdamW.
 
     Returns:
         What ``optimizer.load_state_dict`` takes.
@@ -146,9 +148,9 @@ def convert_keller_state(
     Args:
         optimizer: the optimizer that will load the result; nothing in it changes.
         states: its ``state_dict()``. The variants for several ranks keep each momentum on one rank: give the states of
-        all ranks. names: names of its parameters in its own order, group after group. That order is by size in the
-        variants for several
-            ranks; docs/migrate.md shows how to list it.
+            all ranks.
+        names: names of its parameters in its own order, group after group. That order is by size in the variants for
+            several ranks; docs/migrate.md shows how to list it.
 
     Returns:
         What ``optimizer.load_state_dict`` takes.

@@ -5,6 +5,7 @@ groups.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,27 @@ def test_dcp_on_two_ranks(tmp_path: Path) -> None:
             check_dcp(after, False, tmp_path / f"{after}", shard)
 
     run_threads(2, on_rank)
+
+
+def test_what_an_earlier_version_left_out_keeps_what_is_known_of_its_matrices() -> None:
+    """Its checkpoints say what is inside the weights that trained, and nothing of the frozen ones, of another name."""
+
+    def layer(rows: int) -> nn.Module:
+        return nn.Linear(16, rows, bias=False)
+
+    towers = {
+        "vision": nn.ModuleList(nn.ModuleDict({"qkv": layer(48), "proj": layer(16)}) for _ in range(2)),
+        "text": nn.ModuleList(nn.ModuleDict({"c_attn": layer(48), "c_proj": layer(16)}) for _ in range(3)),
+        "head": layer(5),
+    }
+    model = nn.ModuleDict(towers)
+    for frozen in (towers["vision"], model.get_submodule("text.0")):
+        frozen.requires_grad_(False)
+    earlier = Muon(get_default_muon_param_groups(model, frozen=False), lr=LR)
+    optimizer = Muon(model, lr=LR)
+    expected = optimizer.routing_table()
+    assert [row.matrices for row in expected.rows if "qkv" in row.name or "c_attn" in row.name] == [3] * 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.load_state_dict(earlier.state_dict())
+    assert optimizer.routing_table() == expected

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshmuon import ConfigError, Muon, get_default_muon_param_groups
+from meshmuon import ConfigError, Muon, RoutingWarning, get_default_muon_param_groups
 from meshmuon.integrations.factory import muon_for
 
 
@@ -102,3 +102,9 @@ def test_parameters_without_names_lead_to_the_factory() -> None:
     for params in (model().parameters(), list(model().parameters())):
         with pytest.raises(ConfigError, match=r"muon_for\(model, lr=\.\.\.\) of meshmuon\.integrations\.factory"):
             Muon(params, lr=1e-3)  # type: ignore[arg-type]
+
+
+def test_warnings_point_at_the_call_of_the_user() -> None:
+    with pytest.warns(RoutingWarning, match="moves entries by") as caught:
+        muon_for(model(), lr=0.5)
+    assert [warning.filename for warning in caught] == [__file__]

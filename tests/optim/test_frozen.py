@@ -559,3 +559,15 @@ def test_a_frozen_base_costs_nothing() -> None:
         }
     assert calls[0] == calls[1]
     assert sum(calls[0].values()) > 100
+
+
+def test_adding_what_has_been_unfrozen_is_answered_with_nothing_has_to_be_added() -> None:
+    model = freeze(Net())
+    optimizer = Muon(model, lr=LR)
+    freeze(model, False)
+    late = {"params": [model.get_parameter("blocks.0.0.weight")], "names": ["late"], "use_muon": True}
+    with pytest.raises(ConfigError, match=r"group 3: late is in another group .* nothing has to be added"):
+        optimizer.add_param_group(late)
+    give_gradients(model, 0)
+    optimizer.step()
+    assert late["params"][0] in optimizer.state

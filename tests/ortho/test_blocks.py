@@ -10,9 +10,10 @@ from torch import Tensor
 
 from meshmuon.ortho import Scheme, Workspace, keller, polar_express
 from meshmuon.ortho.blocks import _cuts, _Outcome, _simulate, gram_blocks, standard_blocks
-from meshmuon.ortho.iteration import Scratch, iterate
+from meshmuon.ortho.iteration import iterate
 from meshmuon.ortho.kernels.products import BlockedProducts
 from meshmuon.ortho.remez import Quintic
+from meshmuon.ortho.scratch import Scratch
 from tests.support.bounds import orthogonalize_error
 
 from .oracle import SPECTRA, expected, highest, largest_singular_value, of_kind, spectral_distance

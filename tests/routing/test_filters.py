@@ -256,6 +256,19 @@ def test_checkpoints_with_filters_in_adamw() -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_filters_that_were_in_adamw_start_from_zero_with_strict_false() -> None:
+    """As the error advises, also where the checkpoint says what is inside other weights of Muon."""
+    model = beside(conv=nn.Conv2d(32, 32, 3), qkv=nn.Linear(32, 96), proj=nn.Linear(32, 32))
+    state, optimizer = Muon(model, lr=LR, conv="adamw").state_dict(), Muon(model, lr=LR)
+    expected = optimizer.routing_table()
+    assert [row.matrices for row in expected.rows if row.name in ("conv.weight", "qkv.weight")] == [1, 3]
+    with pytest.raises(StateError, match="With strict=False they start from zero"):
+        optimizer.load_state_dict(state)
+    optimizer.load_state_dict(state, strict=False)
+    assert optimizer.routing_table() == expected
+
+
+@pytest.mark.filterwarnings("error")
 def test_checkpoints_with_filters_in_muon() -> None:
     model = WithHidden()
     optimizer = BUILD["default"](model)

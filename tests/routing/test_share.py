@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshmuon import Muon, RoutingWarning, get_default_muon_param_groups
+from meshmuon import ConfigError, Muon, RoutingWarning, get_default_muon_param_groups
 
 
 def model(depthwise: int = 0, **layers: nn.Module) -> nn.Module:
@@ -89,10 +89,9 @@ def test_less_than_half_warns_once() -> None:
     assert warned(model(3, norm=norm)) == []
     (text,) = warned(model(4, norm=norm))
     assert text == (
-        "Muon trains 47 % of the elements of this model's weights of two and more dims, embeddings and heads apart; "
-        "AdamW has the rest, 53 % for this reason: filter of a depthwise convolution. To give these to Muon, write "
-        "Muon(get_default_muon_param_groups(model, is_muon_func=lambda name, param: ...)). If AdamW is right for "
-        "them, give it a rate of its own, adamw_lr=...: about a fourth of lr."
+        "Muon trains 47 % of the elements of this model's weights of two and more dims, embeddings, heads and adapters "
+        "apart; AdamW has the rest, 53 % for this reason: filter of a depthwise convolution. Give AdamW a rate of its "
+        "own, adamw_lr=...: about a fourth of lr."
     )
 
 
@@ -111,6 +110,30 @@ def test_it_says_what_to_write() -> None:
     _, text = warned(model(other=Blend()))
     assert "write Muon(model, expert_keys=[...]) with a part of their names" in text
     assert warned(model(other=Blend()), expert_keys=["blend"]) == []
+    (text,) = warned(model(gates=nn.Linear(2000, 4)))
+    advice = (
+        "To give these to Muon, write Muon(get_default_muon_param_groups(model, is_muon_func=lambda name, param: ..."
+    )
+    assert f"{advice})) with a condition that decides of all weights. If AdamW" in text
+    wanted = ("mlp.weight", "gates.weight")
+    assert warned(get_default_muon_param_groups(model(gates=nn.Linear(2000, 4)), lambda name, _: name in wanted)) == []
+    with pytest.raises(ConfigError, match=r"is_muon_func failed for embed.weight .* write a condition in its place"):
+        get_default_muon_param_groups(model(), is_muon_func=lambda name, param: ...)  # type: ignore[arg-type, return-value]
+
+
+def test_no_advice_that_would_be_refused() -> None:
+    """The parts of a normed filter are no matrices, and no is_muon_func makes them any."""
+    (text,) = warned(model(normed=nn.utils.parametrizations.weight_norm(nn.Conv2d(32, 64, 3))))
+    assert "reason: weight-norm part. Give AdamW a rate of its own" in text
+
+
+def test_adapters_do_not_count() -> None:
+    """Muon has LoRA's factors of a linear layer, and AdamW those of a convolution, which are larger."""
+    peft = pytest.importorskip("peft")
+    base = nn.Sequential(nn.Embedding(9, 32), nn.Conv2d(32, 64, 3), nn.Linear(64, 64), nn.Linear(64, 9))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules=["1", "2"]))
+    assert sum(row.route == "muon" and not row.frozen for row in Muon(adapted).routing_table().rows) == 2
+    assert warned(adapted) == []
 
 
 def test_a_route_that_the_user_has_chosen_does_not_warn() -> None:

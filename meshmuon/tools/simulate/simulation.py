@@ -17,7 +17,7 @@ from ...execute import CommDtypeLike
 from ...layout import Layout, Mesh, Placement, ShardedMatrix, coordinates, length
 from ...matrices import MatrixOptions, check_matrices
 from ...ortho import Scheme, SchemeLike, resolve_scheme, scheme_for
-from ...ortho.iteration import scratch_bytes
+from ...ortho.scratch import scratch_bytes
 from ...params.option_table import ParamGroup
 from ...params.param_record import GroupRecipe, ParamLocation, ParamRecord
 from ...plan import (

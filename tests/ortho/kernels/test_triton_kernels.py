@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from meshmuon.ortho import Workspace, polar_express, reserve_scratch
-from meshmuon.ortho.iteration import Scratch
 from meshmuon.ortho.kernels.products import TritonProducts
 from meshmuon.ortho.kernels.tilings import CANDIDATES, Tiling, default_tiling
+from meshmuon.ortho.scratch import Scratch
 from tests.support.kernel_compiler import (
     REGISTERS,
     SHARED_MEMORY,
