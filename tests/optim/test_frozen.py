@@ -134,7 +134,7 @@ BUILDS: dict[str, Build] = {
     "measured": lambda model: Muon(model, lr=LR, metrics=1),
     "skipping": lambda model: Muon(model, lr=LR, nonfinite="skip"),
     "normuon": lambda model: Muon(model, lr=LR, rule="normuon"),
-    "int8 momentum": lambda model: Muon(model, lr=LR, momentum_dtype=torch.int8),
+    "bfloat16 momentum": lambda model: Muon(model, lr=LR, momentum_dtype=torch.bfloat16),
     "offloaded": offloaded,
     "DistMuon": lambda model: DistMuon(model, lr=LR),
 }

@@ -57,7 +57,7 @@ def test_blocked_sizes_equal_torch(form: str) -> None:
 def test_the_call_that_replaces_torch_muon_makes_torchs_updates(options: dict[str, Any]) -> None:
     """Torch's momentum is a mean of the gradients and ours their sum: a factor, which orthogonalising removes."""
     call, _, _ = NAMES["TorchMuon"].partition(" makes the same updates")
-    start = make_params((24, 24), (48, 16), (16, 48), (33, 50), dtype=torch.float64)
+    start = make_params((24, 24), (48, 20), (16, 48), (33, 50), dtype=torch.float64)
     ours, theirs = copies(start), copies(start)
     optimizer = eval(
         call.removesuffix(")") + ", **options)", {"Muon": Muon, "matrices": ours, "lr": LR, "options": options}

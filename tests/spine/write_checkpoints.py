@@ -58,6 +58,7 @@ class Kind:
 
     case: Case
     how: Literal["plain", "dcp", "full"]
+    refused: str = ""  # what is said of it where the version of today does not load it any more
 
     @property
     def sharded(self) -> bool:
@@ -69,6 +70,11 @@ def kind(layout: str, how: Literal["plain", "dcp", "full"], params: tuple[Param,
     options = {**KELLER, **fields.pop("options", {})}
     lies = LAYOUTS[layout] if layout else ONE_DEVICE
     return Kind(Case(params, lies, options, steps=STEPS, **fields), how)
+
+
+def given_up(chosen: Kind, text: str) -> Kind:
+    """A kind that an earlier version has written with options that there are no more."""
+    return replace(chosen, refused=text)
 
 
 STOCHASTIC = {**LARGE, "rounding": "stochastic"}
@@ -92,9 +98,9 @@ KINDS = {
     ),
     "split-dcp": kind("FSDP × 3", "dcp", FUSED),
     "momentum-bfloat16-dcp": kind("FSDP × 2", "dcp", options={"momentum_dtype": HALF}),
-    # Momentum in int8 is to be given up: from then on these two are converted when they are loaded, or refused.
-    "momentum-int8": kind("", "plain", options={"momentum_dtype": torch.int8}),
-    "momentum-int8-dcp": kind("FSDP × 2", "dcp", options={"momentum_dtype": torch.int8}),
+    # Written with momentum_dtype=torch.int8 by the last version that had it.
+    "momentum-int8": given_up(kind("", "plain"), "momentum_dtype=torch.int8 is gone"),
+    "momentum-int8-dcp": given_up(kind("FSDP × 2", "dcp"), "momentum_dtype=torch.int8 is gone"),
 }
 
 
@@ -203,9 +209,11 @@ def _load_plain(running: Run, content: dict[str, Any]) -> None:
 
 def main() -> None:
     ranks = Ranks()
-    shutil.rmtree(FOLDER, ignore_errors=True)
     for name, chosen in KINDS.items():
+        if chosen.refused:
+            continue
         folder = FOLDER / name
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         whole = assembled(ranks.run(chosen.case.layout.world, save, name, folder))
         torch.save({param.name: whole[param.name, "weight"] for param in chosen.case.params}, folder / "weights.pt")
