@@ -43,7 +43,7 @@ def test_every_layout_has_the_bits_of_one_device(
 ) -> None:
     """Also where products of 16 bits round by address, by memory order and by company."""
     params = tuple(Param(shape, 0, placements) for shape in MATRICES)
-    case = Case(params, {"scheme": scheme, "reference_path": reference}, steps=2)
+    case = Case(params, {"scheme": scheme, "use_distributed_muon": reference}, steps=2)
     if not reference:
         run_case(case, Layouts(shape))
     run_hostile(case, Layouts(shape), company=True)

@@ -250,9 +250,6 @@ class Oracle:
         return value if self.rounding is None else self.rounding.moved(value, size, dtype, terms)
 
     def _stored(self, value: Tensor, dtype: torch.dtype, by: float = 1.0) -> Tensor:
-        # 127 steps up to the largest element of a row; bfloat16 moves it by 2⁻⁸ of the given size
-        if dtype == torch.int8:
-            return self._moved(value, 2**8 / 254 * value.abs().amax(-1, keepdim=True), torch.bfloat16, 1)
         return self._moved(value, by * value.abs(), dtype, 1)
 
     def _product(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
