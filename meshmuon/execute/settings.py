@@ -62,10 +62,8 @@ class ExecutorSettings:
         if self.compile and self.cuda_graphs:
             raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records its own graphs.")
         check_kernels(self.kernels)
-        if self.compile and self.kernels in ("triton", "quack"):
-            raise ConfigError(
-                f"compile and kernels={self.kernels!r} exclude each other: torch.compile has its own kernels."
-            )
+        if self.compile and self.kernels == "triton":
+            raise ConfigError("compile and kernels='triton' exclude each other: torch.compile has its own kernels.")
 
     @property
     def bits(self) -> str:

@@ -336,10 +336,7 @@ _ENGINE = (
     ),
     Option("kernels", "auto", _WHOLE, of_value(check_kernels), _PLAN).with_help(
         'What computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks, torch where that is '
-        "faster on "
-        'all), ``"triton"``, ``"quack"`` (the library of quack-kernels, where it takes the shape) or ``"torch"``; no '
-        "effect on "
-        "CPU. See docs/proofs.md."
+        'faster on all), ``"triton"`` or ``"torch"``; no effect on CPU. See docs/proofs.md.'
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(
         "How fast the machine is, for the choice of owners, waves and ``replicas``: a file of ``meshmuon doctor "

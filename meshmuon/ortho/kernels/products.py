@@ -7,7 +7,6 @@ step. All take (batch, rows, cols) operands.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
@@ -263,70 +262,21 @@ class TritonProducts(BlockedProducts):
         )
 
 
-class QuackProducts(BlockedProducts):
-    """Symmetric products by ``quack.gemm_interface.gemm_symmetric`` where it takes the operands; the others by
-    ``otherwise``.
-
-    It is never chosen by measurement. Its sums have another order than those of the Triton kernel, so that ranks which
-    measured differently would compute different bits. What it takes follows from shapes and dtypes, which are equal on
-    all ranks.
-    """
-
-    def __init__(self, otherwise: Products, *, one_by_one: bool = False) -> None:
-        super().__init__(one_by_one=one_by_one)
-        self._otherwise = otherwise
-
-    def symmetric(
-        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
-    ) -> Tensor:
-        operands = [a, b, out] if addend is None else [a, b, out, addend]
-        if not a.numel() or not all(_quack_takes(operand) for operand in operands):
-            return self._otherwise.symmetric(a, b, out, addend, alpha=alpha, beta=beta)
-        # It recompiles for an int, and takes the second operand as (batch, k, n).
-        _quack()(a, b.mT, C=addend, out=out, alpha=float(alpha), beta=float(beta))
-        return out
-
-
-def _quack_takes(operand: Tensor) -> bool:
-    """Whether its loads and stores, of 16 bytes each, fit the operand: 16 bits, one dim contiguous, everything else
-    in eights.
-    """
-    batch, rows, cols = operand.stride()
-    pitches = [cols] if rows == 1 else [rows]
-    sizes = [size for size, stride in zip(operand.shape[1:], (rows, cols), strict=True) if stride == 1]
-    whole = all(number % 8 == 0 for number in [batch, *pitches, *sizes])
-    return (
-        operand.dtype in (torch.float16, torch.bfloat16)
-        and 1 in (rows, cols)
-        and whole
-        and operand.data_ptr() % 16 == 0
-    )
-
-
-@lru_cache
-def _quack() -> Callable[..., object]:
-    product: Callable[..., object] = importlib.import_module("quack.gemm_interface").gemm_symmetric
-    return product
-
-
 @lru_cache
 def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-Kernels: TypeAlias = Literal["auto", "triton", "quack", "torch"]
+Kernels: TypeAlias = Literal["auto", "triton", "torch"]
 KERNELS = get_args(Kernels)
-_PACKAGES = {"triton": "triton", "quack": "quack-kernels"}  # where each is found on PyPI
 
 
 def check_kernels(kernels: object) -> None:
     """Refuses a value of the option ``kernels`` that is unknown, or whose library is not installed."""
     if not isinstance(kernels, str) or kernels not in KERNELS:
         raise ConfigError(f"kernels={shown(kernels)} is unknown; write one of {KERNELS}.")
-    if kernels in _PACKAGES and not _has(kernels):
-        raise ConfigError(
-            f"kernels={kernels!r}: {kernels} is not installed. pip install {_PACKAGES[kernels]}, or leave kernels out."
-        )
+    if kernels == "triton" and not _has("triton"):
+        raise ConfigError("kernels='triton': triton is not installed. pip install triton, or leave kernels out.")
 
 
 def products_for(
@@ -338,13 +288,11 @@ def products_for(
 ) -> Products:
     """The implementation for ``device``.
 
-    On CUDA ``"auto"`` is Triton where it is installed; ``"triton"``, ``"quack"`` and ``"torch"`` insist on one.
-    Elsewhere all are torch's own products. ``torch_kinds`` is for Triton.
+    On CUDA ``"auto"`` is Triton where it is installed; ``"triton"`` and ``"torch"`` insist on one. Elsewhere all are
+    torch's own products. ``torch_kinds`` is for Triton.
     """
     if device.type != "cuda" or kernels == "torch":
         return BlockedProducts(one_by_one=deterministic)
     if kernels != "triton" and not _has("triton"):
-        usual = BlockedProducts(one_by_one=deterministic)
-    else:
-        usual = TritonProducts(one_by_one=deterministic, torch_kinds=torch_kinds)
-    return QuackProducts(usual, one_by_one=deterministic) if kernels == "quack" else usual
+        return BlockedProducts(one_by_one=deterministic)
+    return TritonProducts(one_by_one=deterministic, torch_kinds=torch_kinds)

@@ -24,7 +24,6 @@ from .context import Context, Finding
 
 _OPTIONAL = {  # what each is for
     "triton": "symmetric products on a GPU",
-    "quack-kernels": 'kernels="quack" on a GPU',
     "numpy": "Triton's interpreter, plots",
     "rich": "colours, tables and progress",
     "transformers": "HF Trainer",

@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshmuon import ConfigError, Muon
 from meshmuon.ortho.kernels import products
 from meshmuon.ortho.kernels.products import (
     BlockedProducts,
     FunctionalProducts,
     Products,
     TritonProducts,
+    products_for,
     symmetric_panels,
 )
 from meshmuon.ortho.kernels.tilings import ProductKind
@@ -146,6 +148,29 @@ def test_results_are_written_into_out() -> None:
 
 
 # Who computes where
+
+
+def test_who_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(products, "_has", lambda package: True)
+    kinds = {kernels: type(products_for(cuda, kernels=kernels)) for kernels in ("auto", "triton", "torch")}
+    assert kinds == {"auto": TritonProducts, "triton": TritonProducts, "torch": BlockedProducts}
+    assert {type(products_for(cpu, kernels=kernels)) for kernels in kinds} == {BlockedProducts}
+    for kernels in kinds:
+        chosen = products_for(cuda, deterministic=True, kernels=kernels)
+        assert isinstance(chosen, BlockedProducts)
+        assert chosen.one_by_one
+    monkeypatch.setattr(products, "_has", lambda package: False)
+    assert type(products_for(cuda)) is BlockedProducts
+
+
+def test_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_has", lambda package: False)
+    group = {"params": [torch.nn.Parameter(torch.ones(4, 4))], "names": ["one"], "use_muon": True}
+    with pytest.raises(ConfigError, match=r"triton is not installed\. pip install triton, or leave kernels out"):
+        Muon([group], kernels="triton")
+    with pytest.raises(ConfigError, match="kernels='cutlass' is unknown"):
+        Muon([group], kernels="cutlass")
 
 
 def test_libraries_are_looked_for_by_name() -> None:
