@@ -335,8 +335,8 @@ _ENGINE = (
         "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU."
     ),
     Option("kernels", "auto", _WHOLE, of_value(check_kernels), _PLAN).with_help(
-        'What computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks, torch where that is '
-        'faster on all), ``"triton"`` or ``"torch"``; no effect on CPU. See docs/proofs.md.'
+        'What computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks), '
+        '``"triton"`` or ``"torch"``; no effect on CPU. See docs/proofs.md.'
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(
         "How fast the machine is, for the choice of owners, waves and ``replicas``: a file of ``meshmuon doctor "

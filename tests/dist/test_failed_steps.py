@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from meshmuon.execute import RULE_STATE
 from meshmuon.execute import settings as executor_settings
 from meshmuon.ortho.kernels import products
 from meshmuon.ortho.kernels.products import BlockedProducts
-from meshmuon.ortho.kernels.tilings import ProductKind
 from meshmuon.state.param_state import MOMENTUM
 from meshmuon.transport import collectives as small_collectives
 from tests.support.tensors import seeded
@@ -470,44 +468,3 @@ def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkey
     refused = run_threads(WORLD, partial(kernels_run, broken=ODD, kernels="triton", **options))
     assert len({text for said, _ in refused for text in said}) == 1
     assert re.match(f"KernelError: {reason}.*kernels=.torch.", refused[0][0][0])
-
-
-# Products that torch computes faster than the kernel.
-
-
-def torch_runs(
-    rank: int, verdicts: Sequence[Mapping[ProductKind, bool]], **options: Any
-) -> tuple[list[str], list[Tensor], Any]:
-    _mood.torch_is_faster = verdicts[rank]
-    one = Rank((Shard(0),), scheme="keller", **options)
-    return [one.step(0), one.step(1)], one.whole(), one.optimizer._executor.settings
-
-
-def test_all_ranks_use_torchs_product_or_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank measures the kinds of product that it has. Torch computes what is faster on all ranks that have it."""
-
-    def products_by(*_: Any, torch_kinds: AbstractSet[str] | None, **__: Any) -> BlockedProducts:
-        return BlockedProducts() if torch_kinds else KernelStandIn()
-
-    monkeypatch.setattr(products, "_has", lambda package: True)
-    monkeypatch.setattr(executor_settings, "products_for", products_by)
-    monkeypatch.setattr(executor_settings, "tuner_for", lambda device: _mood)
-    _mood.no_compiler = False
-    first, second = (ProductKind("stand-in", torch.float16, "ieee", n, 512, False, False) for n in (512, 1024))
-    silent, faster, slower, unlike = {}, {first: True}, {first: False}, {first: True, second: True}
-    by_kernel = run_threads(WORLD, partial(torch_runs, verdicts=[silent] * WORLD))
-    for verdicts, agreed in (
-        ([silent, faster, unlike], {first, second}),
-        ([slower, faster, unlike], {second}),
-        ([slower, faster, silent], set()),
-    ):
-        results = run_threads(WORLD, partial(torch_runs, verdicts=verdicts))
-        for said, values, settings in results:
-            assert said == ["", ""]
-            assert settings.torch_kinds == {*map(str, agreed)}
-            assert all(map(torch.equal, values, results[0][1]))
-            assert torch.equal(values[0], by_kernel[0][1][0]) is (not agreed)
-            assert ("by torch: stand-in" in settings.bits) is bool(agreed)
-    for options in ({"deterministic": True}, {"kernels": "triton"}):
-        (_, _, settings), *_ = run_threads(WORLD, partial(torch_runs, verdicts=[faster] * WORLD, **options))
-        assert not settings.torch_kinds

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, Protocol, TypeAlias, get_args
@@ -21,7 +20,6 @@ from ...errors import ConfigError, shown
 from ..rational import Rational
 from ..workspace import is_dense
 from .inverse import ShiftedInverses, plain_inverses
-from .tilings import ProductKind
 
 _PANEL = 128
 _SHORT_PANEL = 96  # of results with few rows
@@ -198,20 +196,15 @@ class TritonProducts(BlockedProducts):
 
     Args:
         one_by_one: as in ``BlockedProducts``.
-        torch_kinds: kinds of symmetric products that torch computes, because it is faster. Its sums have another order
-            than the kernel's, so ranks must have agreed on them. None if torch does not contend, and need not be
-            measured.
     """
-
-    def __init__(self, *, one_by_one: bool = False, torch_kinds: AbstractSet[str] | None = None) -> None:
-        super().__init__(one_by_one=one_by_one)
-        self._torch_kinds = torch_kinds
 
     def quintic_factor(self, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
         if out.dtype == torch.float64:
             return super().quintic_factor(gram, out, coefficients)
         a, b, c = coefficients
-        return self._by_kernel(gram, gram, out, gram, alpha=c, beta=b, diagonal=a)
+        from .triton_symmetric import symmetric_product
+
+        return symmetric_product(gram, gram, out=out, addend=gram, alpha=c, beta=b, diagonal=a)
 
     def normalise(self, batch: Tensor, x: Tensor, take: Take) -> bool:
         if torch.float64 in (batch.dtype, x.dtype) or batch.stride()[1:] != x.stride()[1:]:
@@ -230,36 +223,9 @@ class TritonProducts(BlockedProducts):
         if a.size(1) <= _LARGEST_SHORT_SIDE and not self.one_by_one and is_dense(out):
             self._multiply(a, b.mT, out, addend, alpha, beta)
             return out
-        return self._by_kernel(a, b, out, addend, alpha=alpha, beta=beta)
-
-    def _by_kernel(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        addend: Tensor | None,
-        *,
-        alpha: float,
-        beta: float,
-        diagonal: float = 0.0,
-    ) -> Tensor:
-        """``alpha · a·bᵀ + beta · addend + diagonal · I``, unless torch computes this kind of product."""
-
-        def torch_product() -> None:
-            self._multiply(a, b.mT, out, addend, alpha, beta)
-            if diagonal:
-                out.diagonal(dim1=1, dim2=2).add_(diagonal)
-
-        contends = self._torch_kinds is not None and is_dense(out)
-        if contends and self._torch_kinds and str(ProductKind.of(a, addend)) in self._torch_kinds:
-            torch_product()
-            return out
         from .triton_symmetric import symmetric_product
 
-        factors = {"alpha": alpha, "beta": beta, "diagonal": diagonal}
-        return symmetric_product(
-            a, b, out=out, addend=addend, **factors, torch_product=torch_product if contends else None
-        )
+        return symmetric_product(a, b, out=out, addend=addend, alpha=alpha, beta=beta)
 
 
 @lru_cache
@@ -284,15 +250,14 @@ def products_for(
     *,
     deterministic: bool = False,
     kernels: str = "auto",
-    torch_kinds: AbstractSet[str] | None = None,
 ) -> Products:
     """The implementation for ``device``.
 
     On CUDA ``"auto"`` is Triton where it is installed; ``"triton"`` and ``"torch"`` insist on one. Elsewhere all are
-    torch's own products. ``torch_kinds`` is for Triton.
+    torch's own products.
     """
     if device.type != "cuda" or kernels == "torch":
         return BlockedProducts(one_by_one=deterministic)
     if kernels != "triton" and not _has("triton"):
         return BlockedProducts(one_by_one=deterministic)
-    return TritonProducts(one_by_one=deterministic, torch_kinds=torch_kinds)
+    return TritonProducts(one_by_one=deterministic)

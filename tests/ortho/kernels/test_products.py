@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from meshmuon.ortho.kernels.products import (
     products_for,
     symmetric_panels,
 )
-from meshmuon.ortho.kernels.tilings import ProductKind
 
 from ..oracle import gaussian
 
@@ -176,25 +174,6 @@ def test_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_libraries_are_looked_for_by_name() -> None:
     assert products._has("triton") == (importlib.util.find_spec("triton") is not None)
     assert not products._has("no_such_package")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kinds_that_torch_computes_by_agreement(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the product nor the factor of a quintic reaches the kernel, which could not run here."""
-    monkeypatch.setattr(products, "_LARGEST_SHORT_SIDE", 0)
-    x, out = gaussian(2, 16, 32, dtype=dtype), torch.empty(2, 16, 16, dtype=dtype)
-    gram = BlockedProducts().symmetric(x, x, out.clone())
-    by_torch = TritonProducts(torch_kinds={str(ProductKind.of(x, None)), str(ProductKind.of(gram, gram))})
-    assert torch.equal(by_torch.symmetric(x, x, out), gram)
-    expected = BlockedProducts().quintic_factor(gram, torch.empty_like(gram), (3.0, -4.0, 2.0))
-    assert torch.equal(by_torch.quintic_factor(gram, out, (3.0, -4.0, 2.0)), expected)
-    wide = torch.empty(2, 16, 20, dtype=dtype)[..., :16]  # not dense: torch would multiply one by one
-    monkeypatch.setitem(
-        sys.modules, "meshmuon.ortho.kernels.triton_symmetric", SimpleNamespace(symmetric_product=lambda *_, **o: o)
-    )
-    for products_, place in ((by_torch, wide), (TritonProducts(torch_kinds=set()), out), (TritonProducts(), out)):
-        options: Any = products_.symmetric(x, x, place)
-        assert (options["torch_product"] is not None) is (place is out and products_._torch_kinds is not None)
 
 
 def test_triton_leaves_float64_and_general_products_to_torch() -> None:
