@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
 OPTIONS: dict[str, str] = {
+    "compile": "leave it out: compile the model, and cuda_graphs=True saves launches of the orthogonalisation",
     "expert_dims": (
         'write matrices={"layers.*.experts.w1": {"dims": "in_out"}} with the names of the experts, * for any number'
     ),

@@ -43,7 +43,6 @@ class ExecutorSettings:
     form: str = "auto"  # ``"auto"``, ``"standard"`` or ``"gram"``
     # multiply the matrices of a batch one by one, so that batching does not change the results
     deterministic: bool = False
-    compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
     cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
     kernels: str = "auto"  # who computes symmetric products on a GPU
     guarded: bool = False  # a matrix whose update is not finite keeps weights, momentum and rule state
@@ -57,11 +56,7 @@ class ExecutorSettings:
             raise ConfigError(f"memory_budget={self.memory_budget} must be a positive number of bytes.")
         if self.form not in FORMS:
             raise ConfigError(f"form={self.form!r} is unknown; write one of {FORMS}.")
-        if self.compile and self.cuda_graphs:
-            raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records its own graphs.")
         check_kernels(self.kernels)
-        if self.compile and self.kernels == "triton":
-            raise ConfigError("compile and kernels='triton' exclude each other: torch.compile has its own kernels.")
 
     @property
     def bits(self) -> str:
@@ -86,7 +81,7 @@ class ExecutorSettings:
 
     def fuses(self, device: torch.device) -> bool:
         """Whether elementwise work on ``device`` is done by kernels over lists of tensors."""
-        return device.type == "cuda" and not self.compile and self.kernels != "torch"
+        return device.type == "cuda" and self.kernels != "torch"
 
     def without_kernels(self) -> ExecutorSettings:
         """The same with torch's own products."""

@@ -116,7 +116,6 @@ class Muon(PreparedStep):
         replicas: Replicas = "auto",
         memory_budget: int | None = None,
         deterministic: bool = False,
-        compile: bool | str = False,
         cuda_graphs: bool = False,
         kernels: Kernels = "auto",
         cost_model: CostModelLike | None = None,
@@ -129,7 +128,7 @@ class Muon(PreparedStep):
         warn_of_names(arguments)
         if debug:
             _show_log()
-        engine: dict[str, Any] = {"compile": compile, "cuda_graphs": cuda_graphs, "kernels": kernels}
+        engine: dict[str, Any] = {"cuda_graphs": cuda_graphs, "kernels": kernels}
         self._nonfinite = NonFinite(nonfinite)
         engine["guarded"] = self._nonfinite.guards
         self._settings = ExecutorSettings(chunk_size, memory_budget, deterministic=deterministic, **engine)

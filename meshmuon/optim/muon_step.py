@@ -214,7 +214,7 @@ class MuonStep(torch.optim.Optimizer):
         try:
             self._prepare_plan(step)
         except KernelError as error:  # the same on all ranks
-            if settings.compile or settings.kernels != "auto":
+            if settings.kernels != "auto":
                 raise
             if decision.exchange is None or decision.rank == decision.exchange.ranks[0]:
                 text = "the Triton kernel cannot be used, and all ranks use torch's own products instead"

@@ -45,8 +45,7 @@ def iterate(
 
     ``show_gram`` is shown the Gram matrices of what is orthogonalised, (count, n, n), divided by their traces.
 
-    All decisions are made before, so that torch.compile can trace it. The result may be ``batch``; neither may overlap
-    the rest of the scratch.
+    All decisions are made before. The result may be ``batch``; neither may overlap the rest of the scratch.
     """
     batch, result = short_side_first(batch), scratch.result
     x, start = scratch.x, 0
@@ -97,7 +96,7 @@ def _rescale(batch: Tensor, scratch: Scratch, unrounded: Tensor | None) -> None:
     limits = torch.finfo(scale.dtype)
     scale.mul_(math.sqrt(batch.size(2)) / _LARGEST_ROW_NORM).clamp_(min=limits.tiny, max=limits.max)
     target = scratch.x if unrounded is None else unrounded
-    if scratch.column_major:  # in the order of memory, so that ``out`` is contiguous and torch.compile can trace it
+    if scratch.column_major:  # in the order of memory, so that ``out`` is contiguous
         torch.div(batch.mT, scale, out=target.mT)
     else:
         torch.div(batch, scale, out=target)

@@ -35,7 +35,6 @@ from ..plan import REPLICA_OPTIONS, cost_model_from
 from .checks import (
     FLOAT_DTYPES,
     Check,
-    check_backend,
     check_betas,
     check_eps,
     check_flag,
@@ -327,9 +326,6 @@ _ENGINE = (
     Option("deterministic", False, _WHOLE, check_flag).with_help(
         "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any "
         "number of threads."
-    ),
-    Option("compile", False, _WHOLE, check_backend).with_help(
-        "Compiles the orthogonalisation of each shape with torch.compile; a string names the backend."
     ),
     Option("cuda_graphs", False, _WHOLE, check_flag).with_help(
         "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU."

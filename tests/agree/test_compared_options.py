@@ -42,7 +42,6 @@ OTHER: dict[str, Any] = {
     "momentum_dtype": torch.float64,
     "memory_budget": 1000,
     "deterministic": True,
-    "compile": "eager",
     "cuda_graphs": True,
     "comm_dtype": torch.bfloat16,
     "replicas": "repeat",

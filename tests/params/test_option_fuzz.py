@@ -179,7 +179,6 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "memory_budget": lambda value: value is None or whole(1)(value),
     "replicas": choice("auto", "share", "repeat"),
     "nonfinite": choice("propagate", "skip", "raise"),
-    "compile": flag,
     "comm_dtype": dtypes_on_the_wire,
     "replica_group": lambda value: value is None,
     "cost_model": lambda value: value is None,
@@ -250,7 +249,7 @@ def test_the_constructor(option: str) -> None:
                 build(params, **{option: value})
         else:
             optimizer = build(params, **{option: value})
-            if option != "compile" and not known(option, value):
+            if not known(option, value):
                 steps(optimizer, params)
 
 

@@ -173,22 +173,6 @@ def _short_product(a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, alp
         torch.addmm(addend, a, b, alpha=alpha, beta=beta, out=out)
 
 
-class FunctionalProducts(Products):
-    """Plain products that return new tensors: what ``torch.compile`` can trace. ``out`` is ignored."""
-
-    def general(
-        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
-    ) -> Tensor:
-        if addend is None:
-            return alpha * torch.bmm(a, b) if alpha != 1.0 else torch.bmm(a, b)
-        if alpha == 0.0:  # as in ``BlockedProducts``
-            return beta * addend
-        return torch.baddbmm(addend, a, b, alpha=alpha, beta=beta)
-
-    def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
-        return plain_inverses(gram, step)
-
-
 class TritonProducts(BlockedProducts):
     """Symmetric products and norms by Triton kernels; general products, inverses and short sides stay torch's.
 
