@@ -125,7 +125,7 @@ class OrthoBatch:
             raise KernelError(
                 f"kernels do not run on {self.stacked.device} for a batch of {size}: {type(error).__name__}: {error}. "
                 "If that "
-                'cannot be mended, pass kernels="torch".'
+                "cannot be mended, set MESHMUON_KERNELS=torch."
             ) from error
 
     def is_idle(self, idle: AbstractSet[int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from ..device import device_memory, memory_budget_for
 from ..errors import ConfigError
 from ..ortho import FORMS
-from ..ortho.kernels.products import Products, check_kernels, products_for
+from ..ortho.kernels.products import Products, kernels_asked_for, products_for
 
 CommDtypeLike: TypeAlias = "torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None"
 """``comm_dtype`` as users write it; None is the default."""
@@ -44,7 +44,7 @@ class ExecutorSettings:
     # multiply the matrices of a batch one by one, so that batching does not change the results
     deterministic: bool = False
     cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
-    kernels: str = "auto"  # who computes symmetric products on a GPU
+    kernels: str = field(default_factory=kernels_asked_for)  # who computes symmetric products on a GPU
     guarded: bool = False  # a matrix whose update is not finite keeps weights, momentum and rule state
 
     def __post_init__(self) -> None:
@@ -56,7 +56,6 @@ class ExecutorSettings:
             raise ConfigError(f"memory_budget={self.memory_budget} must be a positive number of bytes.")
         if self.form not in FORMS:
             raise ConfigError(f"form={self.form!r} is unknown; write one of {FORMS}.")
-        check_kernels(self.kernels)
 
     @property
     def bits(self) -> str:

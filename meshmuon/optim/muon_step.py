@@ -218,7 +218,7 @@ class MuonStep(torch.optim.Optimizer):
                 raise
             if decision.exchange is None or decision.rank == decision.exchange.ranks[0]:
                 text = "the Triton kernel cannot be used, and all ranks use torch's own products instead"
-                warnings.warn(f'kernels="auto": {text} ({error})', KernelWarning, stacklevel=2)
+                warnings.warn(f"{text} ({error})", KernelWarning, stacklevel=2)
             self._executor.settings = settings.without_kernels()
             self._prepare_plan(step)
 

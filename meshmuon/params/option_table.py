@@ -30,7 +30,6 @@ from ..matrices import (
     check_matrix_options,
 )
 from ..ortho import AUTO, Scheme, SchemeLike, resolve_scheme
-from ..ortho.kernels.products import check_kernels
 from ..plan import REPLICA_OPTIONS, cost_model_from
 from .checks import (
     FLOAT_DTYPES,
@@ -329,10 +328,6 @@ _ENGINE = (
     ),
     Option("cuda_graphs", False, _WHOLE, check_flag).with_help(
         "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU."
-    ),
-    Option("kernels", "auto", _WHOLE, of_value(check_kernels), _PLAN).with_help(
-        'What computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks), '
-        '``"triton"`` or ``"torch"``; no effect on CPU. See docs/proofs.md.'
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(
         "How fast the machine is, for the choice of owners, waves and ``replicas``: a file of ``meshmuon doctor "

@@ -445,8 +445,8 @@ def kernels_run(rank: int, broken: int | None, **options: Any) -> tuple[list[str
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_muon": True}], ids=["waves", "reference path"])
 def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``"auto"``: one rank cannot launch, so none uses the kernel, and one warning says why. ``"triton"``: all
-    ranks raise.
+    """One rank cannot launch, so none uses the kernel, and one warning says why. If ``triton`` was asked for, all ranks
+    raise.
     """
     monkeypatch.setattr(products, "_has", lambda package: True)
     monkeypatch.setattr(
@@ -454,17 +454,20 @@ def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkey
         "products_for",
         lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else KernelStandIn(),
     )
-    plain, launched = (
-        run_threads(WORLD, partial(kernels_run, broken=None, kernels=how, **options)) for how in ("torch", "auto")
-    )
+
+    def run(kernels: str, broken: int | None) -> list[tuple[list[str], list[Tensor]]]:
+        monkeypatch.setenv("MESHMUON_KERNELS", kernels)
+        return run_threads(WORLD, partial(kernels_run, broken=broken, **options))
+
+    plain, launched = run("torch", None), run("", None)
     assert not torch.equal(plain[0][1][0], launched[0][1][0])
     reason = rf"rank {ODD}: kernels do not run on cpu for a batch of .*: RuntimeError: Failed to find C compiler"
     with pytest.warns(KernelWarning, match=f"all ranks use torch's own products instead .{reason}") as caught:
-        fell_back = run_threads(WORLD, partial(kernels_run, broken=ODD, **options))
+        fell_back = run("", ODD)
     assert len(caught) == 1
     for said, values in fell_back:
         assert said == ["", ""]
         assert all(map(torch.equal, values, plain[0][1]))
-    refused = run_threads(WORLD, partial(kernels_run, broken=ODD, kernels="triton", **options))
+    refused = run("triton", ODD)
     assert len({text for said, _ in refused for text in said}) == 1
-    assert re.match(f"KernelError: {reason}.*kernels=.torch.", refused[0][0][0])
+    assert re.match(f"KernelError: {reason}.*MESHMUON_KERNELS=torch.", refused[0][0][0])

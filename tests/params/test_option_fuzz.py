@@ -185,7 +185,6 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     # AdamW's first step divides by 1 − beta1
     "adamw_lr": lambda value: value is None or within(0, LARGEST, scale=10.0)(value),
     "metrics": lambda value: value is None or (type(value) is int and value >= 1),
-    "kernels": choice("auto", "triton", "torch"),
     "clip_config": lambda value: value is None or (isinstance(value, Mapping) and not value),
 }
 OF_ADAMW = {"adamw_betas": "betas", "adamw_eps": "eps"}  # torch's own keys, for groups

@@ -8,10 +8,11 @@ step. All take (batch, rows, cols) operands.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -217,29 +218,32 @@ def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-Kernels: TypeAlias = Literal["auto", "triton", "torch"]
-KERNELS = get_args(Kernels)
+KERNELS = "MESHMUON_KERNELS"
+"""The environment variable that says who computes symmetric products on a GPU: ``triton``, or ``torch``."""
 
 
-def check_kernels(kernels: object) -> None:
-    """Refuses a value of the option ``kernels`` that is unknown, or whose library is not installed."""
-    if not isinstance(kernels, str) or kernels not in KERNELS:
-        raise ConfigError(f"kernels={shown(kernels)} is unknown; write one of {KERNELS}.")
+def kernels_asked_for() -> str:
+    """What ``MESHMUON_KERNELS`` asks for; ``"auto"`` if it is not set."""
+    kernels = os.environ.get(KERNELS) or "auto"
+    if kernels not in ("auto", "triton", "torch"):
+        raise ConfigError(f"{KERNELS}={shown(kernels)} is unknown; set it to triton or torch, or leave it out.")
     if kernels == "triton" and not _has("triton"):
-        raise ConfigError("kernels='triton': triton is not installed. pip install triton, or leave kernels out.")
+        raise ConfigError(f"{KERNELS}=triton, but triton is not installed. pip install triton, or leave it out.")
+    return kernels
 
 
 def products_for(
     device: torch.device,
     *,
     deterministic: bool = False,
-    kernels: str = "auto",
+    kernels: str | None = None,
 ) -> Products:
     """The implementation for ``device``.
 
-    On CUDA ``"auto"`` is Triton where it is installed; ``"triton"`` and ``"torch"`` insist on one. Elsewhere all are
-    torch's own products.
+    On CUDA ``"auto"`` is Triton where it is installed; ``"triton"`` and ``"torch"`` insist on one, and None asks the
+    environment. Elsewhere all are torch's own products.
     """
+    kernels = kernels or kernels_asked_for()
     if device.type != "cuda" or kernels == "torch":
         return BlockedProducts(one_by_one=deterministic)
     if kernels != "triton" and not _has("triton"):

@@ -40,6 +40,7 @@ _VARIABLES = (
     "ONEDNN_",
     "CUDA_VISIBLE_DEVICES",
     "TRITON_INTERPRET",
+    "MESHMUON_",
 )
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve")
 _PROBE = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); assert float((a @ a)[0, 0]) == 256"

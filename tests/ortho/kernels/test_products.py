@@ -157,13 +157,20 @@ def test_who_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(products_for(cuda)) is BlockedProducts
 
 
-def test_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, group = torch.device("cuda"), {"params": [torch.nn.Parameter(torch.ones(4, 4))], "use_muon": True}
+    monkeypatch.setattr(products, "_has", lambda package: True)
+    for asked, kind in (("", TritonProducts), ("triton", TritonProducts), ("torch", BlockedProducts)):
+        monkeypatch.setenv("MESHMUON_KERNELS", asked)
+        assert type(products_for(cuda)) is kind
+        assert type(Muon([group])._settings.products(cuda)) is kind
     monkeypatch.setattr(products, "_has", lambda package: False)
-    group = {"params": [torch.nn.Parameter(torch.ones(4, 4))], "names": ["one"], "use_muon": True}
-    with pytest.raises(ConfigError, match=r"triton is not installed\. pip install triton, or leave kernels out"):
-        Muon([group], kernels="triton")
-    with pytest.raises(ConfigError, match="kernels='cutlass' is unknown"):
-        Muon([group], kernels="cutlass")
+    monkeypatch.setenv("MESHMUON_KERNELS", "triton")
+    with pytest.raises(ConfigError, match=r"triton is not installed\. pip install triton, or leave it out"):
+        Muon([group])
+    monkeypatch.setenv("MESHMUON_KERNELS", "cutlass")
+    with pytest.raises(ConfigError, match="MESHMUON_KERNELS='cutlass' is unknown; set it to triton or torch"):
+        Muon([group])
 
 
 def test_libraries_are_looked_for_by_name() -> None:
