@@ -271,7 +271,7 @@ def prepare_ortho(
         return PreparedOrtho(replay_for(stacked.device, call, graphs), None)
     products = settings.products(stacked.device)
     blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
-    steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked, scheme.norm_floor)
+    steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked)
 
     def run(show_gram: ShowGram | None = None) -> None:
         with wide_sums(stacked.device, dtype):

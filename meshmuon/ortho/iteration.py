@@ -51,7 +51,7 @@ def iterate(
     x, start = scratch.x, 0
     # Where the result has more digits than X it holds the rescaled batch first, so that X is rounded once, not twice.
     unrounded = result if result.dtype.itemsize > x.dtype.itemsize else None
-    normalised = not scratch.norm_floor and products.normalise(batch, x, scratch.flat)
+    normalised = products.normalise(batch, x, scratch.flat)
     if not normalised:
         _rescale(batch, scratch, unrounded)
     spare = scratch.spare
@@ -64,7 +64,7 @@ def iterate(
             gram = products.symmetric(x, x, scratch.square("gram"))
         norm = None  # by which ``_apply_block`` must divide
         if index == 0:
-            norm = None if normalised else _normalise(gram, scratch.scale, scratch.norm_floor)
+            norm = None if normalised else _normalise(gram, scratch.scale)
             if show_gram is not None:
                 show_gram(gram)
             # A quintic on its own adds a·X, so X itself is divided. In 16 bits it is divided, too: from the unrounded
@@ -104,18 +104,13 @@ def _rescale(batch: Tensor, scratch: Scratch, unrounded: Tensor | None) -> None:
         scratch.x.copy_(unrounded)
 
 
-def _normalise(gram: Tensor, scale: Tensor, norm_floor: float) -> Tensor:
+def _normalise(gram: Tensor, scale: Tensor) -> Tensor:
     """Divides R = X·Xᵀ by the square of X's Frobenius norm, which is its trace. Returns the norm, written over
     ``scale``.
-
-    X was divided by ``scale``, and so is ``norm_floor``.
     """
-    floor = (norm_floor / scale).square_() if norm_floor else None
     torch.sum(gram.diagonal(dim1=1, dim2=2), dim=1, dtype=scale.dtype, out=scale[:, 0, 0])
     # neither dtype may round it to zero
     scale.clamp_(min=max(torch.finfo(gram.dtype).tiny, torch.finfo(scale.dtype).tiny))
-    if floor is not None:
-        torch.maximum(scale, floor, out=scale)
     gram.div_(scale)
     return scale.sqrt_()
 
