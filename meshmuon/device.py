@@ -7,7 +7,6 @@ happens-before checker runs them on stand-ins for CUDA, and demands each of thei
 from __future__ import annotations
 
 import platform
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -371,25 +370,6 @@ class Hardware:
     def finish(self, device: torch.device) -> None:
         """Waits for all work on ``device``."""
         self._module.synchronize(device)
-
-    def runs_now(self, device: torch.device) -> bool:
-        """Whether ``device`` runs work now. Work that is captured as a graph does not run, and cannot be timed."""
-        capturing = getattr(self._module, "is_current_stream_capturing", None)
-        return capturing is None or not capturing()
-
-    def seconds(self, device: torch.device, work: Callable[[], None]) -> float:
-        """Seconds that ``device`` takes for ``work``, issued on the current stream."""
-        if self._is_cpu:
-            began = time.perf_counter()
-            work()
-            return time.perf_counter() - began
-        # Events, because waiting for the whole device would wait for exchanges of other streams, too.
-        begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
 
     @lru_cache(maxsize=64)  # noqa: B019 - one object per type of device, kept for the life of the process
     def name(self, device: torch.device) -> str:

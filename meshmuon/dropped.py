@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
 OPTIONS: dict[str, str] = {
+    "compile": "leave it out: compile the model, and cuda_graphs=True saves launches of the orthogonalisation",
     "expert_dims": (
         'write matrices={"layers.*.experts.w1": {"dims": "in_out"}} with the names of the experts, * for any number'
     ),
+    "kernels": "leave it out; MESHMUON_KERNELS=torch (or triton) in the environment says who multiplies on a GPU",
     "reference_path": "write use_distributed_muon=True, the name that Motif's optimizer has for the reference path",
     "waves_ahead": "write warmup_step, the name that Motif's optimizer has for it",
 }

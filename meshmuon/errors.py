@@ -48,9 +48,7 @@ class UnsupportedError(MeshmuonError, NotImplementedError):
 
 
 class KernelError(MeshmuonError, RuntimeError):
-    """The kernels or the compiler that ``kernels`` or ``compile`` asks for do not run here. Raised before anything
-    is written.
-    """
+    """The kernels that ``MESHMUON_KERNELS`` asks for do not run here. Raised before anything is written."""
 
 
 class OrthogonalizeError(MeshmuonError, RuntimeError):

@@ -428,12 +428,6 @@ def never_traced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def own_graph_per_shape() -> AbstractContextManager[Any]:
-    """Compiles a graph per shape. With the default limit, the ninth shape would silently fall back to eager."""
-    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(recompile_limit=10_000)
-    return patched
-
-
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` was given, from the attribute that torch's own code reads."""
     inner: nn.Module = getattr(module, "_orig_mod", module)

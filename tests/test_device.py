@@ -276,39 +276,15 @@ def test_what_the_host_knows() -> None:
 # What devices there are.
 
 
-class Event:
-    """Stands in for a timed event of a device, which does 7 ms of work."""
-
-    clock = 0.0
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
-        self.at, self.done = 0.0, False
-
-    def record(self) -> None:
-        self.at = Event.clock
-
-    def synchronize(self) -> None:
-        self.done = True
-
-    def elapsed_time(self, other: Event) -> float:
-        assert other.done, "torch raises if the device has not got there"
-        return other.at - self.at
-
-
-def works() -> None:
-    Event.clock += 7.0
-
-
 def hardware(monkeypatch: pytest.MonkeyPatch, **offers: Any) -> Hardware:
     """Of a kind of device whose module in torch, such as ``torch.cuda``, has ``offers`` beside what all have."""
-    module = SimpleNamespace(device_count=lambda: 3, Event=Event, **offers)
+    module = SimpleNamespace(device_count=lambda: 3, **offers)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return Hardware("cuda")
 
 
 def test_what_torch_tells_about_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, capturing, device = list[Any](), [False], torch.device("cuda", 2)
+    calls, device = list[Any](), torch.device("cuda", 2)
     found = hardware(
         monkeypatch,
         synchronize=lambda device: calls.append(("finish", device)),
@@ -316,37 +292,26 @@ def test_what_torch_tells_about_devices(monkeypatch: pytest.MonkeyPatch) -> None
         get_device_name=lambda device: f"a GPU with index {device.index}",
         get_device_properties=lambda device: SimpleNamespace(total_memory=80 * 2**30, major=9, minor=0),
         can_device_access_peer=lambda i, j: (i, j) != (0, 1),
-        is_current_stream_capturing=lambda: capturing[0],
     )
     found.use(device)
     found.finish(device)
     assert calls == [("use", device), ("finish", device)]
     assert (found.count(), found.name(device), found.details(device)) == (3, "a GPU with index 2", "80 GiB, sm_90")
     assert found.peers() == (5, 6)
-    assert found.runs_now(device)
-    capturing[0] = True
-    assert not found.runs_now(device)
-    assert found.seconds(device, works) == pytest.approx(7e-3)
 
 
 def test_a_kind_of_device_may_tell_less(monkeypatch: pytest.MonkeyPatch) -> None:
     found, device = hardware(monkeypatch), torch.device("cuda", 1)
     found.use(device)
-    assert (found.name(device), found.details(device), found.peers(), found.runs_now(device)) == (
-        "cuda:1",
-        "",
-        None,
-        True,
-    )
+    assert (found.name(device), found.details(device), found.peers()) == ("cuda:1", "", None)
 
 
 def test_the_cpu_is_a_device() -> None:
     found, cpu = hardware_of(torch.device("cpu")), torch.device("cpu")
     found.use(cpu)
     found.finish(cpu)
-    assert (found.count(), found.peers(), found.runs_now(cpu)) == (1, None, True)
+    assert (found.count(), found.peers()) == (1, None)
     assert found.name(cpu)
-    assert found.seconds(cpu, lambda: None) >= 0.0
     assert "per rank" in found.details(cpu)
 
 

@@ -59,9 +59,8 @@ class Planner:
        them has planned. It returns the same ``StepDecision`` on all ranks, except for what belongs to a rank (``rank``,
        ``zeros``, parameters that only it knows), or raises the same error on all of them. If this rank leaves with an
        error of its own (Ctrl-C), the others do not wait.
-    3. ``confirm(failure, verdicts)``, only if ``decision.prepares``: after each rank has created its buffers, and
-       before anything travels. One more vote. If a rank could not create its buffers, all ranks raise its error. If a
-       rank would rather compute something in another way, the ranks exchange their ``verdicts``.
+    3. ``confirm(failure)``, only if ``decision.prepares``: after each rank has created its buffers, and before anything
+       travels. One more vote. If a rank could not create its buffers, all ranks raise its error.
     4. ``end()``, once per step, also if it fails. It does not wait for other ranks.
 
     Between steps come ``forget_steps()``, on ranks that have loaded a state, and ``check_connected()``, before any
@@ -142,28 +141,18 @@ class Planner:
             activity=Activity(counted.activity),
         )
 
-    def confirm(self, failure: KeptError, verdicts: Mapping[str, bool]) -> frozenset[str]:
+    def confirm(self, failure: KeptError) -> None:
         """Returns on all ranks once all are ready for the step, or raises on all ranks the error of the first that is
         not.
-
-        Returns:
-            What some rank is for, by its ``verdicts``, and no rank is against; the same on all ranks.
         """
-        verdicts_by_rank = [verdicts]
         if self._agreement is None:
             failure.raise_it()
-        else:
-            counted = self._agreement.decide(Vote(_FAILED if failure else _READY, prepares=any(verdicts.values())))
-            if not counted.unanimous or failure:
-                _raise_anyones(failure, self._agreement)
-                raise PlanMismatchError(
-                    "some ranks are ready for a step that others have not begun: call step() equally often."
-                )
-            if counted.prepares:  # some rank would rather have other buffers
-                verdicts_by_rank = [*self._agreement.all_gather_objects(dict(verdicts)).values()]
+        elif not self._agreement.decide(Vote(_FAILED if failure else _READY)).unanimous or failure:
+            _raise_anyones(failure, self._agreement)
+            raise PlanMismatchError(
+                "some ranks are ready for a step that others have not begun: call step() equally often."
+            )
         self._local_planner.count_step()
-        votes = {(subject, is_for) for verdicts in verdicts_by_rank for subject, is_for in verdicts.items()}
-        return frozenset(subject for subject, is_for in votes if is_for and (subject, False) not in votes)
 
     def end(self) -> None:
         """The step is over, also one that has failed: other threads may step over the process group."""

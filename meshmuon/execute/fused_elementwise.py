@@ -54,7 +54,7 @@ class FusedElementwise(Elementwise):
             raise KernelError(
                 f"kernels over lists of tensors do not run on {self._device}: {type(error).__name__}: {error}. If "
                 "that cannot be "
-                'mended, pass kernels="torch".'
+                "mended, set MESHMUON_KERNELS=torch."
             ) from error
 
     def fill(

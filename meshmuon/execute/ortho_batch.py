@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -16,7 +15,6 @@ from torch import Tensor
 from ..device import Graphs, replay_for, wide_sums
 from ..errors import KernelError, OrthogonalizeError
 from ..ortho import (
-    Orthogonalizer,
     Scheme,
     Scratch,
     Workspace,
@@ -27,8 +25,7 @@ from ..ortho import (
     pitch,
     reserve_scratch,
 )
-from ..ortho.kernels.products import BlockedProducts, FunctionalProducts
-from ..torch_compat import own_graph_per_shape
+from ..ortho.kernels.products import BlockedProducts
 from .settings import ExecutorSettings
 from .step_param import UNOBSERVED, MatrixKey, Observer, RunningStep, StepParam
 
@@ -107,14 +104,13 @@ class OrthoBatch:
         self._fallible = template.fallible
         # Where updates are guarded, NaN for each matrix that is not finite, else 0.
         self._nonfinite = self.stacked.new_zeros(len(matrices)) if settings.guarded else None
-        own_kernels = settings.compile or type(settings.products(self.stacked.device)) is not BlockedProducts
+        own_kernels = type(settings.products(self.stacked.device)) is not BlockedProducts
         # a graph is recorded then
         self._tries = own_kernels or (settings.cuda_graphs and self.stacked.device.type == "cuda")
 
     @torch.no_grad()
     def try_out(self) -> None:
-        """Runs kernels and compilers of the library once, on matrices that any scheme leaves as they are, if there are
-        any.
+        """Runs kernels of the library once, on matrices that any scheme leaves as they are, if there are any.
 
         A Triton without a C compiler, or tiles that do not fit, are noticed while the plan is prepared, and not in a
         step.
@@ -129,7 +125,7 @@ class OrthoBatch:
             raise KernelError(
                 f"kernels do not run on {self.stacked.device} for a batch of {size}: {type(error).__name__}: {error}. "
                 "If that "
-                'cannot be mended, pass kernels="torch" and leave out compile.'
+                "cannot be mended, set MESHMUON_KERNELS=torch."
             ) from error
 
     def is_idle(self, idle: AbstractSet[int]) -> bool:
@@ -259,15 +255,13 @@ class PreparedOrtho(NamedTuple):
 def prepare_ortho(
     stacked: Tensor, template: StepParam, memory: BatchMemory, settings: ExecutorSettings
 ) -> PreparedOrtho:
-    """What orthogonalises ``stacked``: ``iterate`` with reused buffers, a CUDA graph of that, or compiled.
+    """What orthogonalises ``stacked``: ``iterate`` with reused buffers, or a CUDA graph of that.
 
     Gram matrices are shown in at least 32 bits. Inverses may wait for the device, which no graph can record.
     """
     scheme, dtype, form = template.scheme, template.compute_dtype, settings.form
     if not stacked.numel():
         return PreparedOrtho(lambda: None, None)
-    if settings.compile:
-        return PreparedOrtho(_compiled(stacked, scheme, dtype, settings), None)
     graphs = memory.graphs if settings.cuda_graphs else None
     if not isinstance(scheme, Scheme):
 
@@ -277,7 +271,7 @@ def prepare_ortho(
         return PreparedOrtho(replay_for(stacked.device, call, graphs), None)
     products = settings.products(stacked.device)
     blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=form, dtype=dtype)
-    steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked, scheme.norm_floor)
+    steps, scratch = scheme.steps, Scratch(memory.workspace, stacked, dtype, stacked)
 
     def run(show_gram: ShowGram | None = None) -> None:
         with wide_sums(stacked.device, dtype):
@@ -285,30 +279,3 @@ def prepare_ortho(
 
     replay = replay_for(stacked.device, run, None if scheme.rational else graphs)
     return PreparedOrtho(replay, run if dtype.itemsize >= 4 and replay is run else None)
-
-
-def _compiled(
-    stacked: Tensor, scheme: Scheme | Orthogonalizer, dtype: torch.dtype, settings: ExecutorSettings
-) -> Callable[[], None]:
-    eager: Orthogonalizer
-    if isinstance(scheme, Scheme):
-        steps, norm_floor = scheme.steps, scheme.norm_floor
-        blocks = blocks_for(stacked.size(1), stacked.size(2), scheme, form=settings.form, dtype=dtype)
-
-        def traceable(x: Tensor) -> Tensor:
-            result = torch.empty_like(x)
-            iterate(x, steps, blocks, Scratch(Workspace(), x, dtype, result, norm_floor), FunctionalProducts())
-            return result
-
-        eager = traceable
-    else:
-        eager = scheme
-    backend = settings.compile if isinstance(settings.compile, str) else "inductor"
-    compiled = torch.compile(eager, backend=backend, dynamic=False)
-
-    def run() -> None:
-        own_sums = wide_sums(stacked.device, dtype) if isinstance(scheme, Scheme) else nullcontext()
-        with own_graph_per_shape(), torch.autocast(stacked.device.type, enabled=False), own_sums:
-            stacked.copy_(call_scheme(compiled, stacked, one_by_one=settings.deterministic))
-
-    return run

@@ -113,7 +113,7 @@ class ReferenceExecutor(StepExecutor):
 
     def _batch(self, step_param: StepParam, k: int, name: str) -> OrthoBatch:
         """All matrices of a part, eager."""
-        matrix_set, settings = step_param.matrix_set, replace(self.settings, compile=False, cuda_graphs=False)
+        matrix_set, settings = step_param.matrix_set, replace(self.settings, cuda_graphs=False)
         matrices = {(k, matrix): name for matrix in range(matrix_set.count)}
         return OrthoBatch(matrices, step_param, BatchMemory(Workspace()), settings)
 

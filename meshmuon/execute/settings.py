@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -10,8 +10,7 @@ import torch
 from ..device import device_memory, memory_budget_for
 from ..errors import ConfigError
 from ..ortho import FORMS
-from ..ortho.kernels.products import Products, check_kernels, products_for
-from ..ortho.kernels.tilings import tuner_for
+from ..ortho.kernels.products import Products, kernels_asked_for, products_for
 
 CommDtypeLike: TypeAlias = "torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None"
 """``comm_dtype`` as users write it; None is the default."""
@@ -44,10 +43,8 @@ class ExecutorSettings:
     form: str = "auto"  # ``"auto"``, ``"standard"`` or ``"gram"``
     # multiply the matrices of a batch one by one, so that batching does not change the results
     deterministic: bool = False
-    compile: bool | str = False  # compile the orthogonalisation per shape; a string names the backend
     cuda_graphs: bool = False  # replay the orthogonalisation of each batch as a CUDA graph (no effect on CPU)
-    kernels: str = "auto"  # who computes symmetric products on a GPU
-    torch_kinds: frozenset[str] = frozenset()  # with ``"auto"``: those that torch computes, as all ranks have agreed
+    kernels: str = field(default_factory=kernels_asked_for)  # who computes symmetric products on a GPU
     guarded: bool = False  # a matrix whose update is not finite keeps weights, momentum and rule state
 
     def __post_init__(self) -> None:
@@ -59,19 +56,11 @@ class ExecutorSettings:
             raise ConfigError(f"memory_budget={self.memory_budget} must be a positive number of bytes.")
         if self.form not in FORMS:
             raise ConfigError(f"form={self.form!r} is unknown; write one of {FORMS}.")
-        if self.compile and self.cuda_graphs:
-            raise ConfigError("compile and cuda_graphs exclude each other: torch.compile records its own graphs.")
-        check_kernels(self.kernels)
-        if self.compile and self.kernels in ("triton", "quack"):
-            raise ConfigError(
-                f"compile and kernels={self.kernels!r} exclude each other: torch.compile has its own kernels."
-            )
 
     @property
     def bits(self) -> str:
         """What the bits of an update depend on beside plan and param groups, as text that ranks compare."""
-        by_torch = f", by torch: {'; '.join(sorted(self.torch_kinds))}" if self.torch_kinds else ""
-        return f"kernels={self.kernels!r}{by_torch}"
+        return f"kernels={self.kernels!r}"
 
     def products(self, device: torch.device) -> Products:
         """Who multiplies on ``device``.
@@ -80,19 +69,7 @@ class ExecutorSettings:
         together.
         """
         kernels = "triton" if self.kernels == "auto" else self.kernels
-        torch_kinds = self.torch_kinds if self._torch_contends else None
-        return products_for(device, deterministic=self.deterministic, kernels=kernels, torch_kinds=torch_kinds)
-
-    @property
-    def _torch_contends(self) -> bool:
-        return self.kernels == "auto" and not self.deterministic and not self.compile
-
-    def torch_is_faster(self) -> dict[str, bool]:
-        """The kinds of product that this rank has measured, and whether torch's own is faster; none if it does not
-        contend.
-        """
-        verdicts = tuner_for("cuda").torch_is_faster if self._torch_contends else {}
-        return {str(kind): faster for kind, faster in verdicts.items()}
+        return products_for(device, deterministic=self.deterministic, kernels=kernels)
 
     def batch_bytes(self, device: torch.device) -> int:
         """Bytes of scratch that one batch may use on ``device``: by default twice what a GPU's owners gather per
@@ -103,7 +80,7 @@ class ExecutorSettings:
 
     def fuses(self, device: torch.device) -> bool:
         """Whether elementwise work on ``device`` is done by kernels over lists of tensors."""
-        return device.type == "cuda" and not self.compile and self.kernels != "torch"
+        return device.type == "cuda" and self.kernels != "torch"
 
     def without_kernels(self) -> ExecutorSettings:
         """The same with torch's own products."""

@@ -20,7 +20,6 @@ from ..execute import CommDtypeLike, DataParallelExecutor, Executor, ExecutorSet
 from ..matrices import Conv, Split
 from ..metrics.meter import Meter
 from ..ortho import SchemeLike
-from ..ortho.kernels.products import Kernels
 from ..params.arguments import options_from, warn_of_names
 from ..params.checks import check_replica_group
 from ..params.dtensors import ReplicaGroup
@@ -116,9 +115,7 @@ class Muon(PreparedStep):
         replicas: Replicas = "auto",
         memory_budget: int | None = None,
         deterministic: bool = False,
-        compile: bool | str = False,
         cuda_graphs: bool = False,
-        kernels: Kernels = "auto",
         cost_model: CostModelLike | None = None,
         metrics: int | None = None,
         allow_inactive: bool = False,
@@ -129,10 +126,13 @@ class Muon(PreparedStep):
         warn_of_names(arguments)
         if debug:
             _show_log()
-        engine: dict[str, Any] = {"compile": compile, "cuda_graphs": cuda_graphs, "kernels": kernels}
         self._nonfinite = NonFinite(nonfinite)
-        engine["guarded"] = self._nonfinite.guards
-        self._settings = ExecutorSettings(chunk_size, memory_budget, deterministic=deterministic, **engine)
+        engine: dict[str, Any] = {
+            "deterministic": deterministic,
+            "cuda_graphs": cuda_graphs,
+            "guarded": self._nonfinite.guards,
+        }
+        self._settings = ExecutorSettings(chunk_size, memory_budget, **engine)
         self._cost_model = cost_model_from(cost_model)
         # LocalPlanner replaces cost model and budget: by the user's, or by those of the parameters' device.
         self._plan_options = PlanOptions(cost_model_for("cpu"), replicas, chunk_size, in_flight=warmup_step + 1)

@@ -19,7 +19,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -212,26 +212,18 @@ class MuonStep(torch.optim.Optimizer):
         if not decision.prepares:
             return
         try:
-            torch_kinds = self._prepare_plan(step)
-            if torch_kinds != settings.torch_kinds:  # once more, with what is now known to be fastest on all ranks
-                self._executor.settings = replace(settings, torch_kinds=torch_kinds)
-                self._executor.discard()
-                self._prepare_plan(step)
+            self._prepare_plan(step)
         except KernelError as error:  # the same on all ranks
-            if settings.compile or settings.kernels != "auto":
+            if settings.kernels != "auto":
                 raise
             if decision.exchange is None or decision.rank == decision.exchange.ranks[0]:
                 text = "the Triton kernel cannot be used, and all ranks use torch's own products instead"
-                warnings.warn(f'kernels="auto": {text} ({error})', KernelWarning, stacklevel=2)
+                warnings.warn(f"{text} ({error})", KernelWarning, stacklevel=2)
             self._executor.settings = settings.without_kernels()
             self._prepare_plan(step)
 
-    def _prepare_plan(self, step: StepContext) -> frozenset[str]:
-        """One attempt, confirmed by all ranks. If one of them fails, none keeps anything: the next step prepares again.
-
-        Returns the kinds of product that torch computes faster than the Triton kernel on all ranks that have measured
-        them.
-        """
+    def _prepare_plan(self, step: StepContext) -> None:
+        """One attempt, confirmed by all ranks. If one fails, none keeps anything: the next step prepares again."""
         decision = step.decision
         try:
             with step.failure:
@@ -243,7 +235,7 @@ class MuonStep(torch.optim.Optimizer):
                     self._executor.prepare(decision.plan, decision.rank, step_params, decision.exchange)
                     self._executor.elementwise.compile(partial(self._find_and_mask, step, step_params))
                 self._meter.prepare(decision, step.records, self._planner.layouts)
-            return self._planner.confirm(step.failure, self._executor.settings.torch_is_faster())
+            self._planner.confirm(step.failure)
         except BaseException as error:
             self._executor.discard()
             self._meter.discard()

@@ -45,14 +45,13 @@ def iterate(
 
     ``show_gram`` is shown the Gram matrices of what is orthogonalised, (count, n, n), divided by their traces.
 
-    All decisions are made before, so that torch.compile can trace it. The result may be ``batch``; neither may overlap
-    the rest of the scratch.
+    All decisions are made before. The result may be ``batch``; neither may overlap the rest of the scratch.
     """
     batch, result = short_side_first(batch), scratch.result
     x, start = scratch.x, 0
     # Where the result has more digits than X it holds the rescaled batch first, so that X is rounded once, not twice.
     unrounded = result if result.dtype.itemsize > x.dtype.itemsize else None
-    normalised = not scratch.norm_floor and products.normalise(batch, x, scratch.flat)
+    normalised = products.normalise(batch, x, scratch.flat)
     if not normalised:
         _rescale(batch, scratch, unrounded)
     spare = scratch.spare
@@ -65,7 +64,7 @@ def iterate(
             gram = products.symmetric(x, x, scratch.square("gram"))
         norm = None  # by which ``_apply_block`` must divide
         if index == 0:
-            norm = None if normalised else _normalise(gram, scratch.scale, scratch.norm_floor)
+            norm = None if normalised else _normalise(gram, scratch.scale)
             if show_gram is not None:
                 show_gram(gram)
             # A quintic on its own adds a·X, so X itself is divided. In 16 bits it is divided, too: from the unrounded
@@ -97,7 +96,7 @@ def _rescale(batch: Tensor, scratch: Scratch, unrounded: Tensor | None) -> None:
     limits = torch.finfo(scale.dtype)
     scale.mul_(math.sqrt(batch.size(2)) / _LARGEST_ROW_NORM).clamp_(min=limits.tiny, max=limits.max)
     target = scratch.x if unrounded is None else unrounded
-    if scratch.column_major:  # in the order of memory, so that ``out`` is contiguous and torch.compile can trace it
+    if scratch.column_major:  # in the order of memory, so that ``out`` is contiguous
         torch.div(batch.mT, scale, out=target.mT)
     else:
         torch.div(batch, scale, out=target)
@@ -105,18 +104,13 @@ def _rescale(batch: Tensor, scratch: Scratch, unrounded: Tensor | None) -> None:
         scratch.x.copy_(unrounded)
 
 
-def _normalise(gram: Tensor, scale: Tensor, norm_floor: float) -> Tensor:
+def _normalise(gram: Tensor, scale: Tensor) -> Tensor:
     """Divides R = X·Xᵀ by the square of X's Frobenius norm, which is its trace. Returns the norm, written over
     ``scale``.
-
-    X was divided by ``scale``, and so is ``norm_floor``.
     """
-    floor = (norm_floor / scale).square_() if norm_floor else None
     torch.sum(gram.diagonal(dim1=1, dim2=2), dim=1, dtype=scale.dtype, out=scale[:, 0, 0])
     # neither dtype may round it to zero
     scale.clamp_(min=max(torch.finfo(gram.dtype).tiny, torch.finfo(scale.dtype).tiny))
-    if floor is not None:
-        torch.maximum(scale, floor, out=scale)
     gram.div_(scale)
     return scale.sqrt_()
 

@@ -50,7 +50,6 @@ class Scheme:
     name: str
     steps: tuple[Step, ...]
     source: str
-    norm_floor: float = 0.0  # matrices of a smaller Frobenius norm are divided by this instead of their norm
 
     def __post_init__(self) -> None:
         if not self.steps and self.name != "auto":

@@ -49,7 +49,6 @@ class Scratch:
         batch: what will be orthogonalised.
         dtype: dtype of the products.
         result: where the result will go.
-        norm_floor: the smallest norm by which a matrix is divided.
         splits: whether rational steps are split. They are if ``dtype`` has 16 bits; simulations of such a dtype say so.
     """
 
@@ -59,12 +58,10 @@ class Scratch:
         batch: Tensor,
         dtype: torch.dtype,
         result: Tensor,
-        norm_floor: float = 0.0,
         *,
         splits: bool = False,
     ) -> None:
         self._workspace = workspace
-        self.norm_floor = norm_floor
         self._dtype, self._wide = dtype, torch.promote_types(dtype, torch.float32)
         self.splits = splits or dtype in SHORT
         self._device = batch.device

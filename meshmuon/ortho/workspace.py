@@ -20,8 +20,6 @@ ALIGNMENT = 64  # bytes: a cache line, and the longest vector of any CPU that to
 def pitch(rows: int, cols: int, dtype: torch.dtype) -> int:
     """Elements from the beginning of one rows × cols matrix to that of the next."""
     size = rows * cols
-    if torch.compiler.is_compiling():  # compiled code lays out its own memory and takes dense batches only
-        return size
     line = max(1, ALIGNMENT // dtype.itemsize)
     return -(-size // line) * line
 
@@ -29,7 +27,7 @@ def pitch(rows: int, cols: int, dtype: torch.dtype) -> int:
 def aligned_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat uninitialised tensor that begins at a multiple of 64 bytes, whatever torch's allocator does."""
     flat = torch.empty(size, dtype=dtype, device=device)
-    if torch.compiler.is_compiling() or flat.data_ptr() % ALIGNMENT == 0:
+    if flat.data_ptr() % ALIGNMENT == 0:
         return flat
     line = ALIGNMENT // dtype.itemsize
     roomy = torch.empty(size + line, dtype=dtype, device=device)
@@ -52,8 +50,6 @@ def aligned_matrices(shape: tuple[int, int, int], dtype: torch.dtype, device: to
 
 def is_aligned(batch: Tensor) -> bool:
     """Whether every matrix of a batch begins at a multiple of 64 bytes."""
-    if torch.compiler.is_compiling():
-        return True
     apart = 0 if batch.size(0) == 1 else batch.stride(0) * batch.element_size()
     return batch.data_ptr() % ALIGNMENT == 0 and apart % ALIGNMENT == 0
 

@@ -218,14 +218,3 @@ def check_betas(options: Mapping[str, Any], name: str, where: str) -> None:
 
 def check_eps(options: Mapping[str, Any], name: str, where: str) -> None:
     check_range(adamw_eps(options), name, where, low=0.0)
-
-
-def check_backend(options: Mapping[str, Any], name: str, where: str) -> None:
-    backend = options[name]
-    if isinstance(backend, bool):
-        return
-    known = torch.compiler.list_backends(exclude_tags=()) if isinstance(backend, str) else []
-    if backend not in known:
-        raise ConfigError(
-            f"{name}={shown(backend)} must be True, False or the name of a backend of torch.compile: {known}."
-        )

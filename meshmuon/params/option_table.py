@@ -30,12 +30,10 @@ from ..matrices import (
     check_matrix_options,
 )
 from ..ortho import AUTO, Scheme, SchemeLike, resolve_scheme
-from ..ortho.kernels.products import check_kernels
 from ..plan import REPLICA_OPTIONS, cost_model_from
 from .checks import (
     FLOAT_DTYPES,
     Check,
-    check_backend,
     check_betas,
     check_eps,
     check_flag,
@@ -328,18 +326,8 @@ _ENGINE = (
         "Products and rules take one matrix at a time, so that bits cannot depend on what shares a batch, for any "
         "number of threads."
     ),
-    Option("compile", False, _WHOLE, check_backend).with_help(
-        "Compiles the orthogonalisation of each shape with torch.compile; a string names the backend."
-    ),
     Option("cuda_graphs", False, _WHOLE, check_flag).with_help(
         "Replays the orthogonalisation of each batch as a CUDA graph; no effect on CPU."
-    ),
-    Option("kernels", "auto", _WHOLE, of_value(check_kernels), _PLAN).with_help(
-        'What computes symmetric products on a GPU: ``"auto"`` (Triton if it runs on all ranks, torch where that is '
-        "faster on "
-        'all), ``"triton"``, ``"quack"`` (the library of quack-kernels, where it takes the shape) or ``"torch"``; no '
-        "effect on "
-        "CPU. See docs/proofs.md."
     ),
     Option("cost_model", None, _WHOLE, of_value(cost_model_from), _PLAN).with_help(
         "How fast the machine is, for the choice of owners, waves and ``replicas``: a file of ``meshmuon doctor "

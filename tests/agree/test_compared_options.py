@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -42,7 +43,6 @@ OTHER: dict[str, Any] = {
     "momentum_dtype": torch.float64,
     "memory_budget": 1000,
     "deterministic": True,
-    "compile": "eager",
     "cuda_graphs": True,
     "comm_dtype": torch.bfloat16,
     "replicas": "repeat",
@@ -52,7 +52,6 @@ OTHER: dict[str, Any] = {
     "rounding": "stochastic",
     "cost_model": CostModel(1.0, 1.0),
     "metrics": 3,
-    "kernels": "torch",
     "allow_inactive": True,
 }
 NOT_HERE = {
@@ -95,3 +94,24 @@ def test_one_rank_has_another_value(option: Any) -> None:
     assert first == second
     assert bool(first) is (option.compared is not Compared.NEVER), first
     assert not first or "rank 1" in first
+
+
+def test_one_rank_has_other_kernels_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = threading.Barrier(2)
+
+    def main(rank: int) -> str:
+        param = nn.Parameter(distribute_tensor(torch.ones(8, 4), init_device_mesh("cpu", (2,)), [Shard(1)]))
+        param.grad = torch.ones_like(param)
+        if rank == 1:
+            built.wait(60)
+            monkeypatch.setenv("MESHMUON_KERNELS", "torch")
+        optimizer = Muon([{"params": [param], "names": ["one"], "use_muon": True}], lr=LR)
+        if rank == 0:
+            built.wait(60)
+        with pytest.raises(PlanMismatchError) as refusal:
+            optimizer.step()
+        return str(refusal.value)
+
+    first, second = run_threads(2, main)
+    assert first == second
+    assert "kernels='torch'" in first

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from meshmuon.execute import RULE_STATE
 from meshmuon.execute import settings as executor_settings
 from meshmuon.ortho.kernels import products
 from meshmuon.ortho.kernels.products import BlockedProducts
-from meshmuon.ortho.kernels.tilings import ProductKind
 from meshmuon.state.param_state import MOMENTUM
 from meshmuon.transport import collectives as small_collectives
 from tests.support.tensors import seeded
@@ -447,8 +445,8 @@ def kernels_run(rank: int, broken: int | None, **options: Any) -> tuple[list[str
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_muon": True}], ids=["waves", "reference path"])
 def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``"auto"``: one rank cannot launch, so none uses the kernel, and one warning says why. ``"triton"``: all
-    ranks raise.
+    """One rank cannot launch, so none uses the kernel, and one warning says why. If ``triton`` was asked for, all ranks
+    raise.
     """
     monkeypatch.setattr(products, "_has", lambda package: True)
     monkeypatch.setattr(
@@ -456,58 +454,20 @@ def test_all_ranks_fall_back_to_the_same_kernels(options: dict[str, Any], monkey
         "products_for",
         lambda *_, kernels, **__: BlockedProducts() if kernels == "torch" else KernelStandIn(),
     )
-    plain, launched = (
-        run_threads(WORLD, partial(kernels_run, broken=None, kernels=how, **options)) for how in ("torch", "auto")
-    )
+
+    def run(kernels: str, broken: int | None) -> list[tuple[list[str], list[Tensor]]]:
+        monkeypatch.setenv("MESHMUON_KERNELS", kernels)
+        return run_threads(WORLD, partial(kernels_run, broken=broken, **options))
+
+    plain, launched = run("torch", None), run("", None)
     assert not torch.equal(plain[0][1][0], launched[0][1][0])
     reason = rf"rank {ODD}: kernels do not run on cpu for a batch of .*: RuntimeError: Failed to find C compiler"
     with pytest.warns(KernelWarning, match=f"all ranks use torch's own products instead .{reason}") as caught:
-        fell_back = run_threads(WORLD, partial(kernels_run, broken=ODD, **options))
+        fell_back = run("", ODD)
     assert len(caught) == 1
     for said, values in fell_back:
         assert said == ["", ""]
         assert all(map(torch.equal, values, plain[0][1]))
-    refused = run_threads(WORLD, partial(kernels_run, broken=ODD, kernels="triton", **options))
+    refused = run("triton", ODD)
     assert len({text for said, _ in refused for text in said}) == 1
-    assert re.match(f"KernelError: {reason}.*kernels=.torch.", refused[0][0][0])
-
-
-# Products that torch computes faster than the kernel.
-
-
-def torch_runs(
-    rank: int, verdicts: Sequence[Mapping[ProductKind, bool]], **options: Any
-) -> tuple[list[str], list[Tensor], Any]:
-    _mood.torch_is_faster = verdicts[rank]
-    one = Rank((Shard(0),), scheme="keller", **options)
-    return [one.step(0), one.step(1)], one.whole(), one.optimizer._executor.settings
-
-
-def test_all_ranks_use_torchs_product_or_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank measures the kinds of product that it has. Torch computes what is faster on all ranks that have it."""
-
-    def products_by(*_: Any, torch_kinds: AbstractSet[str] | None, **__: Any) -> BlockedProducts:
-        return BlockedProducts() if torch_kinds else KernelStandIn()
-
-    monkeypatch.setattr(products, "_has", lambda package: True)
-    monkeypatch.setattr(executor_settings, "products_for", products_by)
-    monkeypatch.setattr(executor_settings, "tuner_for", lambda device: _mood)
-    _mood.no_compiler = False
-    first, second = (ProductKind("stand-in", torch.float16, "ieee", n, 512, False, False) for n in (512, 1024))
-    silent, faster, slower, unlike = {}, {first: True}, {first: False}, {first: True, second: True}
-    by_kernel = run_threads(WORLD, partial(torch_runs, verdicts=[silent] * WORLD))
-    for verdicts, agreed in (
-        ([silent, faster, unlike], {first, second}),
-        ([slower, faster, unlike], {second}),
-        ([slower, faster, silent], set()),
-    ):
-        results = run_threads(WORLD, partial(torch_runs, verdicts=verdicts))
-        for said, values, settings in results:
-            assert said == ["", ""]
-            assert settings.torch_kinds == {*map(str, agreed)}
-            assert all(map(torch.equal, values, results[0][1]))
-            assert torch.equal(values[0], by_kernel[0][1][0]) is (not agreed)
-            assert ("by torch: stand-in" in settings.bits) is bool(agreed)
-    for options in ({"deterministic": True}, {"kernels": "triton"}):
-        (_, _, settings), *_ = run_threads(WORLD, partial(torch_runs, verdicts=[faster] * WORLD, **options))
-        assert not settings.torch_kinds
+    assert re.match(f"KernelError: {reason}.*MESHMUON_KERNELS=torch.", refused[0][0][0])

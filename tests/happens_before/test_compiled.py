@@ -60,7 +60,7 @@ def test_no_kernel_is_compiled_in_a_step(name: str, monkeypatch: pytest.MonkeyPa
 def test_a_kernel_that_cannot_be_compiled(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks use torch's operations, from the first step on."""
     case = program(options={"nonfinite": "skip"})
-    expected = run_program(replace(case, options={**case.options, "kernels": "torch"})).weights
+    expected = run_program(replace(case, kernels="torch")).weights
     usual, late = getattr(TwinListKernels, broken), list[str]()
 
     def fails(kernels: TwinListKernels, *args: Any, **options: Any) -> None:

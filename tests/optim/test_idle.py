@@ -113,7 +113,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"use_distributed_muon": True},
     {"use_distributed_muon": True, "rule": "normuon"},
     {"nonfinite": "skip", "lr": torch.tensor(0.005)},
-    {"compile": "eager"},
 ]
 
 

@@ -50,7 +50,6 @@ def with_late_gradients(*, prepares: bool, offloads: bool = False, **options: An
         {"rule": "normuon", "nonfinite": "skip"},
         {"use_distributed_muon": True},
         {"metrics": 2},
-        {"compile": "eager"},
     ],
     ids=str,
 )

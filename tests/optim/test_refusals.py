@@ -167,7 +167,6 @@ def test_elements_that_share_an_address(memory: str, use_muon: bool) -> None:
         ({"compute_dtype": torch.int8}, r"Muon: compute_dtype=torch\.int8 must be a floating point dtype"),
         ({"chunk_size": 0}, r"chunk_size=0 must be -1 .* or at least 1"),
         ({"memory_budget": 0}, "memory_budget=0 must be a positive number of bytes"),
-        ({"compile": True, "cuda_graphs": True}, "compile and cuda_graphs exclude each other"),
     ],
     ids=str,
 )

@@ -87,18 +87,3 @@ def test_a_compiled_iteration(caplog: pytest.LogCaptureFixture) -> None:
     assert graphs.op_count <= model_alone.op_count  # the model's own graph, and nothing of the optimizer
     assert breaks <= 12  # as many for any number of steps
     assert not warned(caplog)
-
-
-def test_the_orthogonalisation_is_still_compiled() -> None:
-    """``compile=`` compiles one graph per shape, also inside of a step that is not traced."""
-    calls = []
-
-    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        calls.append(graph)
-        return graph.forward
-
-    if "meshmuon_inside" not in torch._dynamo.list_backends(exclude_tags=()):
-        torch._dynamo.register_backend(counting, name="meshmuon_inside")
-    results = train(torch.compile(iteration, backend="eager"), compile="meshmuon_inside")
-    assert calls
-    assert_same_bits(results, train(iteration, compile="meshmuon_inside"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshmuon.ortho import keller, orthogonalize, polar_express
-from meshmuon.ortho.kernels.products import FunctionalProducts
+from meshmuon.ortho.kernels.products import BlockedProducts
 from tests.support.bounds import orthogonalize_error
 
 from .oracle import SPECTRA, expected, gaussian, of_kind, spectral_distance
@@ -17,12 +17,15 @@ from .oracle import SPECTRA, expected, gaussian, of_kind, spectral_distance
 SCHEMES = {"polar_express": polar_express(), "keller": keller()}
 
 
-class MatrixUnitProducts(FunctionalProducts):
+class MatrixUnitProducts(BlockedProducts):
     """Products as matrix units make them: 16-bit operands, sums in float32, one rounding at the end."""
+
+    def symmetric(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, **factors: float) -> Tensor:
+        return self.general(a, b.mT, out, addend, **factors)
 
     def general(self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, **factors: float) -> Tensor:
         wide = None if addend is None else addend.float()
-        return out.copy_(super().general(a.float(), b.float(), out, wide, **factors))
+        return out.copy_(super().general(a.float(), b.float(), torch.empty(out.shape), wide, **factors))
 
 
 def error(x: Tensor, scheme: str, dtype: torch.dtype, form: str = "auto") -> float:

@@ -179,14 +179,12 @@ OPTIMIZER_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "memory_budget": lambda value: value is None or whole(1)(value),
     "replicas": choice("auto", "share", "repeat"),
     "nonfinite": choice("propagate", "skip", "raise"),
-    "compile": flag,
     "comm_dtype": dtypes_on_the_wire,
     "replica_group": lambda value: value is None,
     "cost_model": lambda value: value is None,
     # AdamW's first step divides by 1 − beta1
     "adamw_lr": lambda value: value is None or within(0, LARGEST, scale=10.0)(value),
     "metrics": lambda value: value is None or (type(value) is int and value >= 1),
-    "kernels": choice("auto", "triton", "torch"),  # quack is not installed
     "clip_config": lambda value: value is None or (isinstance(value, Mapping) and not value),
 }
 OF_ADAMW = {"adamw_betas": "betas", "adamw_eps": "eps"}  # torch's own keys, for groups
@@ -250,7 +248,7 @@ def test_the_constructor(option: str) -> None:
                 build(params, **{option: value})
         else:
             optimizer = build(params, **{option: value})
-            if option != "compile" and not known(option, value):
+            if not known(option, value):
                 steps(optimizer, params)
 
 

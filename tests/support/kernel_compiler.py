@@ -111,12 +111,3 @@ def resources_of(cubin: bytes) -> Resources:
     usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert usage is not None, report
     return Resources(int(usage[1]), int(usage[2]))
-
-
-def dot_instructions(ptx: str) -> set[str]:
-    """The instructions that multiply, each with the inner dim that it sums at once: two kernels with one of them
-    sum alike.
-    """
-    found = {f"mma.sync k{depth}" for depth in re.findall(r"\bmma\.sync\S*\.m\d+n\d+k(\d+)\.", ptx)}
-    found |= {f"wgmma k{depth}" for depth in re.findall(r"\bwgmma\.mma_async\S*\.m\d+n\d+k(\d+)\.", ptx)}
-    return found | {f"tcgen05 {kind}" for kind in re.findall(r"\btcgen05\.mma\S*\.kind::(\w+)", ptx)}

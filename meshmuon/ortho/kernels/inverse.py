@@ -152,9 +152,7 @@ class ShiftedInverses:
 
 
 def plain_inverses(gram: Tensor, step: Rational) -> Tensor:
-    """A step's factor by torch's own batched routines, into new tensors: what ``torch.compile`` can trace, and what
-    GPUs run.
-    """
+    """A step's factor by torch's own batched routines, into new tensors: what GPUs run."""
     identity = torch.eye(gram.size(1), dtype=gram.dtype, device=gram.device)
     total = step.constant * identity
     if step.is_hybrid:

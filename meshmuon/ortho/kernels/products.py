@@ -7,13 +7,12 @@ step. All take (batch, rows, cols) operands.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import os
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from ...errors import ConfigError, shown
 from ..rational import Rational
 from ..workspace import is_dense
 from .inverse import ShiftedInverses, plain_inverses
-from .tilings import ProductKind
 
 _PANEL = 128
 _SHORT_PANEL = 96  # of results with few rows
@@ -176,22 +174,6 @@ def _short_product(a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None, alp
         torch.addmm(addend, a, b, alpha=alpha, beta=beta, out=out)
 
 
-class FunctionalProducts(Products):
-    """Plain products that return new tensors: what ``torch.compile`` can trace. ``out`` is ignored."""
-
-    def general(
-        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
-    ) -> Tensor:
-        if addend is None:
-            return alpha * torch.bmm(a, b) if alpha != 1.0 else torch.bmm(a, b)
-        if alpha == 0.0:  # as in ``BlockedProducts``
-            return beta * addend
-        return torch.baddbmm(addend, a, b, alpha=alpha, beta=beta)
-
-    def inverses(self, gram: Tensor, step: Rational, out: Tensor, prepared: Prepared) -> Tensor:
-        return plain_inverses(gram, step)
-
-
 class TritonProducts(BlockedProducts):
     """Symmetric products and norms by Triton kernels; general products, inverses and short sides stay torch's.
 
@@ -199,20 +181,15 @@ class TritonProducts(BlockedProducts):
 
     Args:
         one_by_one: as in ``BlockedProducts``.
-        torch_kinds: kinds of symmetric products that torch computes, because it is faster. Its sums have another order
-            than the kernel's, so ranks must have agreed on them. None if torch does not contend, and need not be
-            measured.
     """
-
-    def __init__(self, *, one_by_one: bool = False, torch_kinds: AbstractSet[str] | None = None) -> None:
-        super().__init__(one_by_one=one_by_one)
-        self._torch_kinds = torch_kinds
 
     def quintic_factor(self, gram: Tensor, out: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
         if out.dtype == torch.float64:
             return super().quintic_factor(gram, out, coefficients)
         a, b, c = coefficients
-        return self._by_kernel(gram, gram, out, gram, alpha=c, beta=b, diagonal=a)
+        from .triton_symmetric import symmetric_product
+
+        return symmetric_product(gram, gram, out=out, addend=gram, alpha=c, beta=b, diagonal=a)
 
     def normalise(self, batch: Tensor, x: Tensor, take: Take) -> bool:
         if torch.float64 in (batch.dtype, x.dtype) or batch.stride()[1:] != x.stride()[1:]:
@@ -231,82 +208,9 @@ class TritonProducts(BlockedProducts):
         if a.size(1) <= _LARGEST_SHORT_SIDE and not self.one_by_one and is_dense(out):
             self._multiply(a, b.mT, out, addend, alpha, beta)
             return out
-        return self._by_kernel(a, b, out, addend, alpha=alpha, beta=beta)
-
-    def _by_kernel(
-        self,
-        a: Tensor,
-        b: Tensor,
-        out: Tensor,
-        addend: Tensor | None,
-        *,
-        alpha: float,
-        beta: float,
-        diagonal: float = 0.0,
-    ) -> Tensor:
-        """``alpha · a·bᵀ + beta · addend + diagonal · I``, unless torch computes this kind of product."""
-
-        def torch_product() -> None:
-            self._multiply(a, b.mT, out, addend, alpha, beta)
-            if diagonal:
-                out.diagonal(dim1=1, dim2=2).add_(diagonal)
-
-        contends = self._torch_kinds is not None and is_dense(out)
-        if contends and self._torch_kinds and str(ProductKind.of(a, addend)) in self._torch_kinds:
-            torch_product()
-            return out
         from .triton_symmetric import symmetric_product
 
-        factors = {"alpha": alpha, "beta": beta, "diagonal": diagonal}
-        return symmetric_product(
-            a, b, out=out, addend=addend, **factors, torch_product=torch_product if contends else None
-        )
-
-
-class QuackProducts(BlockedProducts):
-    """Symmetric products by ``quack.gemm_interface.gemm_symmetric`` where it takes the operands; the others by
-    ``otherwise``.
-
-    It is never chosen by measurement. Its sums have another order than those of the Triton kernel, so that ranks which
-    measured differently would compute different bits. What it takes follows from shapes and dtypes, which are equal on
-    all ranks.
-    """
-
-    def __init__(self, otherwise: Products, *, one_by_one: bool = False) -> None:
-        super().__init__(one_by_one=one_by_one)
-        self._otherwise = otherwise
-
-    def symmetric(
-        self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
-    ) -> Tensor:
-        operands = [a, b, out] if addend is None else [a, b, out, addend]
-        if not a.numel() or not all(_quack_takes(operand) for operand in operands):
-            return self._otherwise.symmetric(a, b, out, addend, alpha=alpha, beta=beta)
-        # It recompiles for an int, and takes the second operand as (batch, k, n).
-        _quack()(a, b.mT, C=addend, out=out, alpha=float(alpha), beta=float(beta))
-        return out
-
-
-def _quack_takes(operand: Tensor) -> bool:
-    """Whether its loads and stores, of 16 bytes each, fit the operand: 16 bits, one dim contiguous, everything else
-    in eights.
-    """
-    batch, rows, cols = operand.stride()
-    pitches = [cols] if rows == 1 else [rows]
-    sizes = [size for size, stride in zip(operand.shape[1:], (rows, cols), strict=True) if stride == 1]
-    whole = all(number % 8 == 0 for number in [batch, *pitches, *sizes])
-    return (
-        operand.dtype in (torch.float16, torch.bfloat16)
-        and 1 in (rows, cols)
-        and whole
-        and operand.data_ptr() % 16 == 0
-    )
-
-
-@lru_cache
-def _quack() -> Callable[..., object]:
-    product: Callable[..., object] = importlib.import_module("quack.gemm_interface").gemm_symmetric
-    return product
+        return symmetric_product(a, b, out=out, addend=addend, alpha=alpha, beta=beta)
 
 
 @lru_cache
@@ -314,37 +218,34 @@ def _has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-Kernels: TypeAlias = Literal["auto", "triton", "quack", "torch"]
-KERNELS = get_args(Kernels)
-_PACKAGES = {"triton": "triton", "quack": "quack-kernels"}  # where each is found on PyPI
+KERNELS = "MESHMUON_KERNELS"
+"""The environment variable that says who computes symmetric products on a GPU: ``triton``, or ``torch``."""
 
 
-def check_kernels(kernels: object) -> None:
-    """Refuses a value of the option ``kernels`` that is unknown, or whose library is not installed."""
-    if not isinstance(kernels, str) or kernels not in KERNELS:
-        raise ConfigError(f"kernels={shown(kernels)} is unknown; write one of {KERNELS}.")
-    if kernels in _PACKAGES and not _has(kernels):
-        raise ConfigError(
-            f"kernels={kernels!r}: {kernels} is not installed. pip install {_PACKAGES[kernels]}, or leave kernels out."
-        )
+def kernels_asked_for() -> str:
+    """What ``MESHMUON_KERNELS`` asks for; ``"auto"`` if it is not set."""
+    kernels = os.environ.get(KERNELS) or "auto"
+    if kernels not in ("auto", "triton", "torch"):
+        raise ConfigError(f"{KERNELS}={shown(kernels)} is unknown; set it to triton or torch, or leave it out.")
+    if kernels == "triton" and not _has("triton"):
+        raise ConfigError(f"{KERNELS}=triton, but triton is not installed. pip install triton, or leave it out.")
+    return kernels
 
 
 def products_for(
     device: torch.device,
     *,
     deterministic: bool = False,
-    kernels: str = "auto",
-    torch_kinds: AbstractSet[str] | None = None,
+    kernels: str | None = None,
 ) -> Products:
     """The implementation for ``device``.
 
-    On CUDA ``"auto"`` is Triton where it is installed; ``"triton"``, ``"quack"`` and ``"torch"`` insist on one.
-    Elsewhere all are torch's own products. ``torch_kinds`` is for Triton.
+    On CUDA ``"auto"`` is Triton where it is installed; ``"triton"`` and ``"torch"`` insist on one, and None asks the
+    environment. Elsewhere all are torch's own products.
     """
+    kernels = kernels or kernels_asked_for()
     if device.type != "cuda" or kernels == "torch":
         return BlockedProducts(one_by_one=deterministic)
     if kernels != "triton" and not _has("triton"):
-        usual = BlockedProducts(one_by_one=deterministic)
-    else:
-        usual = TritonProducts(one_by_one=deterministic, torch_kinds=torch_kinds)
-    return QuackProducts(usual, one_by_one=deterministic) if kernels == "quack" else usual
+        return BlockedProducts(one_by_one=deterministic)
+    return TritonProducts(one_by_one=deterministic)

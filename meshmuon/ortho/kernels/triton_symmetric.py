@@ -9,7 +9,7 @@ below. Every program computes its tile once; off the diagonal it stores it twice
 the other side. A tile on the diagonal keeps its own upper triangle and mirrors it, so the result is symmetric
 bit for bit even where rounding, or operands that commute only approximately, would make it differ.
 
-How a product is cut into tiles is measured on the device, once for each kind of product: `tilings`.
+How a product is cut into tiles: `tilings`.
 
 Not yet run on a GPU: the tests run the kernel in Triton's interpreter, and compile it for sm_80, sm_90 and
 sm_100.
@@ -26,7 +26,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from torch import Tensor
 
 from ...torch_compat import tf32_allowed
-from .tilings import CANDIDATES, ProductKind, Tiling, default_tiling, tuner_for
+from .tilings import TILINGS, default_tiling
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -151,7 +151,6 @@ def symmetric_product(
     alpha: float = 1.0,
     beta: float = 0.0,
     diagonal: float = 0.0,
-    torch_product: Callable[[], None] | None = None,
 ) -> Tensor:
     """Computes ``out = beta * addend + alpha * a @ b.mT + diagonal * I`` where the caller knows the result to be
     symmetric.
@@ -173,13 +172,12 @@ def symmetric_product(
         beta: Factor of `addend`, which is not read if this is 0 (so its NaNs do not count). Without an addend
             it has no effect.
         diagonal: Added to the diagonal, in fp32 as everything else.
-        torch_product: Computes the same by torch, if that contends with the kernel; it is measured, and not used here.
     """
     if beta == 0.0:
         addend = None
     batch, n, k = a.shape
     assert a.shape == b.shape and a.dtype == b.dtype and out.shape == (batch, n, n)  # noqa: PT018
-    assert {a.dtype, out.dtype} <= set(CANDIDATES)
+    assert {a.dtype, out.dtype} <= set(TILINGS)
     assert not out.numel() or out.data_ptr() not in (
         a.data_ptr(),
         b.data_ptr(),
@@ -190,7 +188,9 @@ def symmetric_product(
 
     precision = "tf32" if tf32_allowed() else "ieee"
 
-    def launch(tiling: Tiling) -> None:
+    tiling = default_tiling(a.dtype, n)
+    # Triton launches on the current device, which need not be that of the tensors. -1 changes nothing.
+    with torch.cuda.device(out.device if out.is_cuda else -1):
         tiles = -(-n // tiling.tile)
         _symmetric_kernel[(batch * (tiles * (tiles + 1) // 2),)](
             a,
@@ -217,11 +217,4 @@ def symmetric_product(
             num_warps=tiling.warps,
             num_stages=tiling.stages,
         )
-
-    # Triton launches on the current device, which need not be that of the tensors. -1 changes nothing.
-    with torch.cuda.device(out.device if out.is_cuda else -1):
-        tiling = default_tiling(a.dtype, n)
-        if not _INTERPRETED:  # the time that the interpreter takes says nothing about a device
-            tiling = tuner_for(a.device.type).choose(ProductKind.of(a, addend), tiling, launch, a.device, torch_product)
-        launch(tiling)
     return out

@@ -24,7 +24,6 @@ from .context import Context, Finding
 
 _OPTIONAL = {  # what each is for
     "triton": "symmetric products on a GPU",
-    "quack-kernels": 'kernels="quack" on a GPU',
     "numpy": "Triton's interpreter, plots",
     "rich": "colours, tables and progress",
     "transformers": "HF Trainer",
@@ -41,6 +40,7 @@ _VARIABLES = (
     "ONEDNN_",
     "CUDA_VISIBLE_DEVICES",
     "TRITON_INTERPRET",
+    "MESHMUON_",
 )
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve")
 _PROBE = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); assert float((a @ a)[0, 0]) == 256"

@@ -1,6 +1,6 @@
 """Kernel launches per rank and step, from a plan alone. Launching takes the host of a GPU most of its time.
 
-The counts are those of ``kernels="auto"`` on a GPU, and equal what the step executes launch by launch: a test compares
+The counts are those of the default kernels on a GPU, and equal what the step executes launch by launch: a test compares
 them on every rank with a recording stand-in for a GPU. Whoever adds launches to the executor changes this module too.
 """
 

@@ -9,21 +9,20 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from meshmuon import ConfigError, Muon
 from meshmuon.ortho.kernels import products
 from meshmuon.ortho.kernels.products import (
     BlockedProducts,
-    FunctionalProducts,
     Products,
     TritonProducts,
+    products_for,
     symmetric_panels,
 )
-from meshmuon.ortho.kernels.tilings import ProductKind
 
 from ..oracle import gaussian
 
@@ -31,7 +30,6 @@ SIZES = (1, 2, 5, 17, 64, 127, 128, 129, 255, 383, 384, 385, 511, 512, 513, 640,
 IMPLEMENTATIONS: dict[str, Products] = {
     "blocked": BlockedProducts(),
     "one by one": BlockedProducts(one_by_one=True),
-    "functional": FunctionalProducts(),
 }
 
 
@@ -140,36 +138,44 @@ def test_results_are_written_into_out() -> None:
     for implementation in (BlockedProducts(), BlockedProducts(one_by_one=True)):
         assert implementation.symmetric(x, x, out) is out
         assert implementation.general(out, x, general, x, beta=2.0) is general
-    before = out.clone()
-    assert FunctionalProducts().symmetric(x, x, out, alpha=5.0) is not out
-    assert torch.equal(out, before)
 
 
 # Who computes where
 
 
+def test_who_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(products, "_has", lambda package: True)
+    kinds = {kernels: type(products_for(cuda, kernels=kernels)) for kernels in ("auto", "triton", "torch")}
+    assert kinds == {"auto": TritonProducts, "triton": TritonProducts, "torch": BlockedProducts}
+    assert {type(products_for(cpu, kernels=kernels)) for kernels in kinds} == {BlockedProducts}
+    for kernels in kinds:
+        chosen = products_for(cuda, deterministic=True, kernels=kernels)
+        assert isinstance(chosen, BlockedProducts)
+        assert chosen.one_by_one
+    monkeypatch.setattr(products, "_has", lambda package: False)
+    assert type(products_for(cuda)) is BlockedProducts
+
+
+def test_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, group = torch.device("cuda"), {"params": [torch.nn.Parameter(torch.ones(4, 4))], "use_muon": True}
+    monkeypatch.setattr(products, "_has", lambda package: True)
+    for asked, kind in (("", TritonProducts), ("triton", TritonProducts), ("torch", BlockedProducts)):
+        monkeypatch.setenv("MESHMUON_KERNELS", asked)
+        assert type(products_for(cuda)) is kind
+        assert type(Muon([group])._settings.products(cuda)) is kind
+    monkeypatch.setattr(products, "_has", lambda package: False)
+    monkeypatch.setenv("MESHMUON_KERNELS", "triton")
+    with pytest.raises(ConfigError, match=r"triton is not installed\. pip install triton, or leave it out"):
+        Muon([group])
+    monkeypatch.setenv("MESHMUON_KERNELS", "cutlass")
+    with pytest.raises(ConfigError, match="MESHMUON_KERNELS='cutlass' is unknown; set it to triton or torch"):
+        Muon([group])
+
+
 def test_libraries_are_looked_for_by_name() -> None:
     assert products._has("triton") == (importlib.util.find_spec("triton") is not None)
     assert not products._has("no_such_package")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kinds_that_torch_computes_by_agreement(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the product nor the factor of a quintic reaches the kernel, which could not run here."""
-    monkeypatch.setattr(products, "_LARGEST_SHORT_SIDE", 0)
-    x, out = gaussian(2, 16, 32, dtype=dtype), torch.empty(2, 16, 16, dtype=dtype)
-    gram = BlockedProducts().symmetric(x, x, out.clone())
-    by_torch = TritonProducts(torch_kinds={str(ProductKind.of(x, None)), str(ProductKind.of(gram, gram))})
-    assert torch.equal(by_torch.symmetric(x, x, out), gram)
-    expected = BlockedProducts().quintic_factor(gram, torch.empty_like(gram), (3.0, -4.0, 2.0))
-    assert torch.equal(by_torch.quintic_factor(gram, out, (3.0, -4.0, 2.0)), expected)
-    wide = torch.empty(2, 16, 20, dtype=dtype)[..., :16]  # not dense: torch would multiply one by one
-    monkeypatch.setitem(
-        sys.modules, "meshmuon.ortho.kernels.triton_symmetric", SimpleNamespace(symmetric_product=lambda *_, **o: o)
-    )
-    for products_, place in ((by_torch, wide), (TritonProducts(torch_kinds=set()), out), (TritonProducts(), out)):
-        options: Any = products_.symmetric(x, x, place)
-        assert (options["torch_product"] is not None) is (place is out and products_._torch_kinds is not None)
 
 
 def test_triton_leaves_float64_and_general_products_to_torch() -> None:

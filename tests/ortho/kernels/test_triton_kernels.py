@@ -16,14 +16,13 @@ import torch
 
 from meshmuon.ortho import Workspace, polar_express, reserve_scratch
 from meshmuon.ortho.kernels.products import TritonProducts
-from meshmuon.ortho.kernels.tilings import CANDIDATES, Tiling, default_tiling
+from meshmuon.ortho.kernels.tilings import Tiling, default_tiling
 from meshmuon.ortho.scratch import Scratch
 from tests.support.kernel_compiler import (
     REGISTERS,
     SHARED_MEMORY,
     KernelVariant,
     compile_kernel,
-    dot_instructions,
     resources_of,
 )
 from tests.support.triton_processes import run_interpreted
@@ -90,33 +89,6 @@ def test_compiles(capability: int, dtype: str, addend: bool, n: int) -> None:
     assert accesses
     assert all(re.search(r"\.v[48]\.b32|\.v[24]\.b64", access) for access in accesses), accesses
     assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+)", ptx)) == {"0x10"}
-
-
-# One architecture for each candidate keeps it short; ``benchmarks/tiles.py`` compiles all of them for all.
-OTHERS = [
-    (dtype, precision, tiling)
-    for dtype, precision in (("float16", "ieee"), ("float32", "tf32"))
-    for tiling in CANDIDATES[getattr(torch, dtype)]
-    if tiling not in (default_tiling(getattr(torch, dtype), 4096), default_tiling(getattr(torch, dtype), 512))
-]
-
-
-@pytest.mark.parametrize("position", range(len(OTHERS)))
-def test_candidates_multiply_with_the_same_instructions_as_the_default(position: int) -> None:
-    """The instructions sum the inner dim. With others, bits would depend on which tiling was measured to be the
-    fastest.
-    """
-    dtype, precision, tiling = OTHERS[position]
-    usual, variant = default_tiling(getattr(torch, dtype), 4096), KernelVariant(dtype, precision=precision)
-    own, default = (dot_instructions(compiled_ptx(CAPABILITIES[position % 3], one, variant)) for one in (tiling, usual))
-    assert own == default
-    assert own
-
-
-def test_what_was_left_out_has_a_reason() -> None:
-    """A tile of 32 is multiplied by other instructions on sm_90."""
-    for tile, instructions in ((32, {"mma.sync k16"}), (64, {"wgmma k16"})):
-        assert dot_instructions(compiled_ptx(90, Tiling(tile, 64, 8, 4, 3), KernelVariant("float16"))) == instructions
 
 
 @pytest.mark.parametrize(

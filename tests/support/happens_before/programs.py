@@ -35,6 +35,7 @@ class Program:
     params: tuple[ProgramParam, ...]
     optimizer: str = "Muon"
     options: dict[str, Any] = field(default_factory=dict)
+    kernels: str = ""  # MESHMUON_KERNELS in the environment
     steps: int = 3
     lr: float = 0.01
     device_lr: bool = False  # lr is a tensor on the device
@@ -104,13 +105,13 @@ def random_program(seed: int) -> Program:
         fsdp_grads=rng.random() < 0.3,
     )
     # Drawn last, so that the programs are otherwise those that they were before there were metrics and pairs of dtypes.
-    every, kernels = rng.choice([None, 1, 2]), rng.choice(["auto", "auto", "torch"])
+    every, kernels = rng.choice([None, 1, 2]), rng.choice(["", "", "torch"])
     measured = {} if every is None else {"metrics": every}
     prepares: tuple[tuple[int, str], ...] = ((rng.choice([0, 0, 2]), "prepare"),) if rng.random() < 0.4 else ()
-    added = {**measured, "kernels": kernels}
+    added: dict[str, Any] = {**measured}
     if program.optimizer == "Muon" and rng.random() < 0.3:
         added["comm_dtype"] = rng.choice(PAIRS)
-    return replace(drawn, options={**drawn.options, **added}, events=(*drawn.events, *prepares))
+    return replace(drawn, options={**drawn.options, **added}, kernels=kernels, events=(*drawn.events, *prepares))
 
 
 def in_host_memory(program: Program, seed: int) -> Program:

@@ -29,7 +29,7 @@ _NO_STREAMS = {"transport/failures.py", "transport/host_channel.py"} | {
     f"transport/collectives.py {function}" for function in ("_gathered.gathered", "broadcast", "swap_with")
 }
 _NO_STEP = ("tools", "plan")  # which no step calls
-_NO_STEP_CLASSES = {"Hardware"}  # reports and measurements: of the doctor, and of tiles before the first launch
+_NO_STEP_CLASSES = {"Hardware"}  # reports and measurements of the doctor
 
 
 @dataclass(frozen=True)

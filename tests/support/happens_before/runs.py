@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ def run_program(program: Program, *, seed: int = 0) -> Outcome:
             outcome.beside_main |= {recorder.clocks.names[stream] for stream in recorder.beside_main}
         return weights
 
-    with twins() as started:
+    with twins() as started, patch.dict(os.environ, {"MESHMUON_KERNELS": program.kernels}):
         outcome.weights = run_threads(program.world, main)
     outcome.orders, outcome.collectives = started.differences(), started.count()
     return outcome
