@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshmuon.transport import Agreement, Exchange, Vote, broadcast, exchange_group, groups
+from meshmuon.transport import Exchange, broadcast, exchange_group, groups
 from tests.support.threads import run_threads
 
 
@@ -34,55 +34,6 @@ def test_splits_are_in_the_order_of_the_group() -> None:
             assert received.tolist() == [float(other)] * other
 
     run_threads(4, main)
-
-
-LARGEST = 2**60 - 1
-
-
-@pytest.mark.parametrize(
-    ("numbers", "expected"),
-    [
-        ((5, 5, 5), True),
-        ((0, 0, 0), True),
-        ((LARGEST, LARGEST, LARGEST), True),
-        ((-1, -1, -1), True),
-        ((5, 5, 6), False),
-        ((6, 5, 5), False),
-        ((5, 6, 5), False),
-        ((0, LARGEST, 0), False),
-        ((LARGEST - 1, LARGEST, LARGEST), False),
-        ((7, -1, 7), False),
-        ((-1, 0, 0), False),
-    ],
-)
-def test_agreement(numbers: tuple[int, ...], expected: bool) -> None:
-    def main(rank: int) -> bool:
-        return Agreement(world()).decide(Vote(numbers[rank])).unanimous
-
-    assert run_threads(3, main) == [expected] * 3
-
-
-@pytest.mark.parametrize("flag", ["prepares", "nonfinite", "has_work"])
-@pytest.mark.parametrize(
-    "said", [(False, False, False), (False, True, False), (True, True, True), (False, False, True)]
-)
-def test_what_any_rank_says_all_hear(flag: str, said: tuple[bool, ...]) -> None:
-    others = {"prepares": False, "nonfinite": False, "has_work": False}
-
-    def main(rank: int) -> Vote:
-        agreement = Agreement(world())
-        agreement.decide(Vote(3, True, True, True))  # nothing of it is left afterwards
-        return agreement.decide(Vote(5, **{**others, flag: said[rank]}))
-
-    assert run_threads(3, main) == [Vote(5, **{**others, flag: any(said)})] * 3
-
-
-def test_everyone_of_a_group() -> None:
-    def main(rank: int) -> dict[int, int] | None:
-        group = dist.new_group([0, 2])
-        return Agreement(group).all_gather_objects(10 * rank) if rank != 1 else None
-
-    assert run_threads(3, main) == [{0: 0, 2: 20}, None, {0: 0, 2: 20}]
 
 
 @pytest.fixture
