@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshmuon import Muon
-from meshmuon.agree.differences import Note, raise_mismatch
-from meshmuon.errors import PlanMismatchError
 from tests.support.cases import Case, Param, build, gradient, initial, place, run
 from tests.support.small_model import world_mesh
 from tests.support.tensors import local, one_text, refused, same
@@ -152,27 +150,6 @@ def test_ranks_that_were_built_differently(name: str) -> None:
 
     text = one_text(run_threads(WORLD, main))
     assert all(part in text for part in ("PlanMismatchError: ", *parts)), text
-
-
-def test_errors_name_the_difference_and_nothing_else() -> None:
-    """Of several ones the first few, and how many more there are."""
-    usual = {"lr": "0.1", "betas": "(0.9, 0.95)", "a": "1", "b": "1", "c": "1", "d": "1"}
-
-    def told(**changed: str) -> str:
-        texts = [
-            ", ".join(f"{key}={value}" for key, value in options.items()) for options in (usual, {**usual, **changed})
-        ]
-        notes = {rank: Note(None, "x", (("w", "w"),), hyperparameters=((0, texts[rank == 1]),)) for rank in range(3)}
-        with pytest.raises(PlanMismatchError) as caught:
-            raise_mismatch(notes)
-        return str(caught.value).removesuffix(". Set the same hyperparameters on every rank.")
-
-    assert told(betas="(0.8, 0.95)") == "w: rank 1 steps it with betas=(0.8, 0.95); rank 0 with betas=(0.9, 0.95)"
-    assert told(extra="[1, 2]") == "w: rank 1 steps it with extra=[1, 2]; rank 0 with no such option"
-    many = told(lr="0.2", a="2", b="2", c="2", d="2")
-    assert (
-        many == "w: rank 1 steps it with lr=0.2, a=2, b=2, c=2 and 1 more; rank 0 with lr=0.1, a=1, b=1, c=1 and 1 more"
-    )
 
 
 def test_a_shard_of_as_many_elements_in_another_shape_is_refused() -> None:

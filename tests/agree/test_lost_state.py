@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,30 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from meshmuon import Muon
-from meshmuon.agree.differences import ABSENT, ELSEWHERE, PRESENT, Note, raise_lost_state
 from meshmuon.errors import StateError
 from tests.support.tensors import local, seeded
 from tests.support.threads import run_threads
-
-OWNED = ABSENT + ELSEWHERE, ELSEWHERE + PRESENT  # rank 0 owns the first parameter, rank 1 the second
-COPIED = ABSENT + ABSENT, PRESENT + ABSENT
-
-
-@pytest.mark.parametrize(
-    ("states", "has_grad", "lost"),
-    [
-        (OWNED, (True, True), True),
-        (OWNED, (False, True), False),  # idle: nothing restarts in this step
-        ((ABSENT + ELSEWHERE, ELSEWHERE + ABSENT), (True, True), False),  # no owner has state
-        (COPIED, (True, True), True),
-        (COPIED, (False, True), False),
-    ],
-)
-def test_which_state_is_lost(states: tuple[str, str], has_grad: tuple[bool, ...], lost: bool) -> None:
-    notes = {rank: Note(None, has_grad=has_grad, state=state) for rank, state in enumerate(states)}
-    text = "a has no state on rank 0 and would restart there from zero, while rank 1 has state"
-    with pytest.raises(StateError, match=text) if lost else contextlib.nullcontext():
-        raise_lost_state(["a", "b"], notes, lambda positions: {1: positions}, kept_by_owners=states is not COPIED)
 
 
 class Replica:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshmuon.agree import node_view
-from meshmuon.agree.node_view import NodeView, node_name
+from meshmuon.agree.node_view import NodeView
 from meshmuon.errors import ConfigError
 from meshmuon.plan import Nodes, Plan
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps, world_mesh
@@ -28,31 +28,6 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, size: int, local_rank: int, node: int) -> None:
-    for name, value in zip(LAUNCHER, (size, local_rank, node), strict=True):
-        monkeypatch.setenv(name, str(value))
-
-
-@pytest.mark.parametrize(
-    ("setting", "world", "expected"),
-    [
-        ("2", 4, TWO_AND_TWO),
-        ("4", 4, Nodes(((0, 1, 2, 3),))),
-        (" 1, 3 ", 4, Nodes(((0,), (1, 2, 3)))),
-        ("1", 2, Nodes(((0,), (1,)))),
-    ],
-)
-def test_the_setting_decides(setting: str, world: int, expected: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SETTING, setting)
-    launched(monkeypatch, 1, 0, 0)  # what a launcher says does not count
-    assert NodeView.from_environment(0, range(world), world).nodes == expected
-    for rank in range(world):
-        for other in range(world):
-            assert (node_name(rank, world) == node_name(other, world)) == (
-                expected.node_of(rank) == expected.node_of(other)
-            )
-
-
 @pytest.mark.parametrize("setting", ["3", "0", "2,3", "two", "2,,2", "-2", "4,0", "²"])
 def test_a_setting_that_does_not_divide_the_ranks(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTING, setting)
@@ -60,18 +35,6 @@ def test_a_setting_that_does_not_divide_the_ranks(setting: str, monkeypatch: pyt
         ConfigError, match=rf"^{SETTING}='{setting}' does not divide 4 ranks into nodes.* such as 8,8,4"
     ):
         NodeView.from_environment(0, range(4), 4)
-
-
-def test_a_launcher_tells_the_nodes_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, 2, 1, 1)
-    assert NodeView.from_environment(3, (1, 2, 3), 4).nodes == Nodes(((1,), (2, 3)))
-
-
-@pytest.mark.parametrize(("size", "local_rank", "node"), [(3, 0, 1), (2, 0, 0), (0, 0, 0)])
-def test_numbers_that_nodes_of_one_size_cannot_have(size: int, local_rank: int, node: int, monkeypatch: Any) -> None:
-    """Rank 3 of 4: nodes of different sizes, or a launcher that means something else."""
-    launched(monkeypatch, size, local_rank, node)
-    assert NodeView.from_environment(3, range(4), 4).nodes is None
 
 
 def tell_ranks(values: Mapping[str, Sequence[str]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,10 @@ from meshmuon.execute.rounding import (
     RandomWords,
     RoundingScratch,
     advance_counters,
-    chunks_of,
     elements_held,
     round_stochastically,
 )
 from meshmuon.layout import Ranges
-from meshmuon.ortho import Workspace
 
 CPU = torch.device("cpu")
 MASK_64 = (1 << 64) - 1
@@ -128,17 +126,6 @@ def test_neighbours_steps_and_parameters_are_independent() -> None:
         assert abs(float((first * second).mean())) <= 5 / math.sqrt(first.numel())
 
 
-@pytest.mark.parametrize("shape", [(7,), (5, 9), (3, 5, 9), (2, 3, 5, 9), (1, 40), (40, 1), (0, 3), ()], ids=str)
-@pytest.mark.parametrize("limit", [1, 4, 9, 17, 10_000])
-def test_chunks_cover_a_tensor_once(shape: tuple[int, ...], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rounding._CHUNK, "cpu", limit)
-    covered = torch.zeros(shape)
-    for cut in chunks_of(shape, CPU):
-        assert covered[cut].numel() <= limit
-        covered[cut] += 1
-    assert bool((covered == 1).all())
-
-
 def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     weight, update = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     return weight.to(dtype), update
@@ -178,34 +165,6 @@ def test_cautious_decay_of_bfloat16(rate: float) -> None:
     update = torch.tensor([1.0, -1.0, -1.0, 1.0, 0.0, 0.0]) * (1 if rate > 0 else -1)
     apply([weight], [update], 0.5, rate, cautious=True)
     assert weight.tolist() == [0.25, 1.25, -0.25, -1.25, 0.5, -0.5]
-
-
-def test_memory_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rounding._CHUNK, "cpu", 64)
-    weight, update = tensors((40, 50), torch.bfloat16)
-    workspace = Workspace()
-    options = {"cautious": True, "counters": [(counter(), whole(40, 50))], "scratch": RoundingScratch(workspace)}
-    apply([weight], [update.bfloat16()], 0.99, 0.013, **options)
-    assert 0 < workspace.bytes() <= 64 * 21
-
-
-@pytest.mark.parametrize("limit", [1, 7, 60, 130, 1 << 16])
-@pytest.mark.parametrize("decay", [1.0, 0.99])
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_chunks_and_company_do_not_change_a_bit(
-    limit: int, decay: float, stochastic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes = [(5, 9), (0, 4), (7, 11), (4, 4), (60,), (2, 3, 4), (4, 9, 11)]
-    pairs = [tensors(shape, torch.bfloat16) for shape in shapes]
-    pairs[3] = pairs[3][0], pairs[3][1].bfloat16()  # received in 16 bits
-    counters = [[(counter(), whole(*shape))] for shape in shapes] if stochastic else [None] * len(shapes)
-    expected = [weight.clone() for weight, _ in pairs]
-    for weight, (_, update), own in zip(expected, pairs, counters, strict=True):
-        apply([weight], [update.clone()], decay, 0.013, counters=own)
-    monkeypatch.setitem(rounding._CHUNK, "cpu", limit)
-    everyone = [own[0] for own in counters if own] or None
-    apply([weight for weight, _ in pairs], [update for _, update in pairs], decay, 0.013, counters=everyone)
-    assert all(torch.equal(weight, wanted) for (weight, _), wanted in zip(pairs, expected, strict=True))
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

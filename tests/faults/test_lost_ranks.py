@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,14 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshmuon import DistMuon, Muon
 from meshmuon.errors import StateError, TransportError
 from meshmuon.transport.groups import timeout_of_group
-from tests.support import nccl_like
 from tests.support.injector import Fault, Kill, await_files, fail_at, stall_at
-from tests.support.lost_ranks import run_tries
-from tests.support.processes import GROUP_TIMEOUT, RankOutcome, fork_server, results_of, run_ranks, shorten_timeouts
+from tests.support.processes import GROUP_TIMEOUT, RankOutcome, results_of, run_ranks
 from tests.support.small_model import after, assert_equal, give_gradients, initial, muon_of, run_steps, world_mesh
 from tests.support.tensors import seeded
 
-WORLD, LOST, STEPS = 4, 1, 5  # in a ring of four, rank 3 has no connection to rank 1
+WORLD, LOST, STEPS = 4, 1, 5
 TIMEOUT = 2.0  # seconds, once ranks wait for nothing but a stalled one; until then, and elsewhere, it is GROUP_TIMEOUT
 
 
@@ -109,7 +105,6 @@ class Interrupt(Raise):
 
 KILLS: dict[str, tuple[int, set[str]]] = {  # the step, and in which phases the others may be
     "before the agreement": (2, {"agreement"}),
-    "in the agreement": (2, {"agreement", "gather"}),
     "making ready": (0, {"agreement"}),
     "before the gather": (2, {"gather"}),
     "gather": (2, {"gather", "scatter"}),
@@ -160,34 +155,6 @@ def dist_muon_rank(rank: int, folder: Path, phase: str, action: Any) -> Report:
 def test_a_killed_rank_of_dist_muon(phase: str, tmp_path: Path) -> None:
     ended = run_ranks(WORLD, dist_muon_rank, tmp_path, phase, Kill(tmp_path))
     check_lost(ended, {"agreement"} if phase == "before the agreement" else {"gather", "scatter"}, {2, 3})
-
-
-# Many ranks, lost in every way at random places.
-
-
-def drive_tries(tries: range, outcomes: Any) -> None:
-    run_tries(tries, 2, outcomes.send)
-    outcomes.close()
-
-
-def test_every_loss_is_heard() -> None:
-    """With forks that hold gloo's connections open, and a group timeout of half an hour; ``lost_ranks`` can do it
-    more often.
-    """
-    context = fork_server()
-    receiver, sender = context.Pipe(duplex=False)
-    driver = context.Process(target=drive_tries, args=(range(8), sender))
-    driver.start()
-    sender.close()
-    outcomes = []
-    with contextlib.suppress(EOFError):
-        while True:
-            outcomes.append(receiver.recv())
-    driver.join()
-    assert sorted(outcome.of.number for outcome in outcomes) == list(range(8))
-    for outcome in outcomes:
-        assert math.isfinite(outcome.heard), outcome
-        assert math.isfinite(outcome.ended), outcome
 
 
 # Stalls.
@@ -248,26 +215,6 @@ def test_a_rank_that_leaves_while_the_others_are_ready(action: type[Raise], tmp_
         assert [kind for kind, _ in report.later] == ["TransportError"] * 2, report
 
 
-@pytest.mark.parametrize(("phase", "action"), [("gather", Kill), ("orthogonalise", Kill), ("before the gather", Raise)])
-def test_a_lost_rank_under_nccls_rules(phase: str, action: type[Kill], tmp_path: Path) -> None:
-    """NCCL tells nobody: the others hear over the connections of the agreement, and abort what they wait for."""
-    left = WORLD - (action is Kill)
-    ended = run_ranks(WORLD, muon_rank, tmp_path, 2, phase, action(tmp_path), left, backend=nccl_like.NAME)
-    reports: list[Report] = results_of([one for rank, one in enumerate(ended) if rank != LOST])
-    for report in reports:
-        assert report.kind == "TransportError", report
-        assert not report.timed_out(GROUP_TIMEOUT), report
-    assert any("aborted" in report.text for report in reports), reports
-
-
-def test_ctrl_c_in_the_agreement(tmp_path: Path) -> None:
-    reports: list[Report] = results_of(
-        run_ranks(WORLD, muon_rank, tmp_path, 2, "in the agreement", Interrupt(tmp_path), WORLD)
-    )
-    assert reports[LOST].kind == "KeyboardInterrupt"
-    check_survivors(reports)
-
-
 # A rank that never steps.
 
 
@@ -288,32 +235,6 @@ def test_a_constructor_that_raises_on_one_rank(tmp_path: Path) -> None:
     for text in results_of(ended):
         assert "ranks lost each other in the agreement of a step" in text
         assert not has_timed_out(text, GROUP_TIMEOUT)
-
-
-# Ranks that look for each other in different groups.
-
-
-def other_ranks(rank: int, folder: Path) -> tuple[str, str]:
-    pair = dist.new_group([0, 1])
-    params = initial(DeviceMesh.from_group(pair, "cpu") if rank == LOST else world_mesh())
-    optimizer = muon_of(params)
-    give_gradients(params, 0)
-    (folder / f"ready{rank}").touch()
-    await_files(folder, "ready*", 3)
-    shorten_timeouts(TIMEOUT)
-    with pytest.raises(TransportError) as caught:
-        optimizer.step()
-    stay(folder, rank, 3)
-    return type(caught.value).__name__, str(caught.value)
-
-
-def test_a_mesh_over_other_ranks_on_one_rank(tmp_path: Path) -> None:
-    """Rank 1 believes that it plans with rank 0 alone: no one answers, and the group's timeout ends it on all ranks."""
-    reports = results_of(run_ranks(3, other_ranks, tmp_path))
-    for kind, text in reports:
-        assert kind == "TransportError"
-        assert "in the agreement of a step" in text
-    assert any(has_timed_out(text, TIMEOUT) for _, text in reports), reports
 
 
 def group_of_its_own(rank: int, folder: Path) -> Report | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from meshmuon import DistMuon, Interleaved, Muon, NorMuon, PlanMismatchError
 from meshmuon.metrics.spectra import tridiagonalise
@@ -173,39 +173,3 @@ def test_an_error_while_measuring_is_raised_after_the_step() -> None:
 
     with patch("meshmuon.metrics.recorder.tridiagonalise", broken):
         assert run_threads(2, main) == ["out of memory", ""]
-
-
-def two_ranks_with_private_weights(scheme: Any = "keller") -> tuple[Muon, torch.nn.Parameter, torch.nn.Parameter]:
-    """An optimizer of a weight that two ranks share, and of one that only this rank knows."""
-    generator = torch.Generator().manual_seed(3)
-    mesh = Layouts((2,)).build()[0]
-    shared = torch.nn.Parameter(distribute_tensor(torch.randn(24, 16, generator=generator), mesh, [Shard(0)]))
-    private = torch.nn.Parameter(torch.randn(8, 5, generator=generator))
-    groups = [{"params": [shared, private], "names": ["shared", "private"], "use_muon": True}]
-    return Muon(groups, lr=0.0, scheme=scheme, metrics=1), shared, private
-
-
-def test_a_scheme_that_raises_on_one_rank_in_a_measured_step() -> None:
-    """The other rank gets its numbers, and learns of the error at its next step, as in any other step."""
-
-    def main(rank: int) -> list[str]:
-        def scheme(stacked: torch.Tensor) -> torch.Tensor:
-            if rank == 0 and stacked.shape[1:] == (8, 5):
-                raise RuntimeError("this scheme refuses 8 x 5")
-            return stacked
-
-        optimizer, shared, private = two_ranks_with_private_weights(scheme)
-        errors = []
-        for _ in range(2):
-            shared.grad, private.grad = torch.ones_like(shared), torch.ones_like(private)
-            try:
-                optimizer.step()
-                errors.append("")
-            except Exception as error:
-                errors.append(str(error))
-        return errors
-
-    first, second = run_threads(2, main)
-    assert "refuses 8 x 5" in first[0]
-    assert second[0] == ""
-    assert "refuses 8 x 5" in second[1]

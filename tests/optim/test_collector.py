@@ -171,17 +171,6 @@ def test_a_change_after_some_steps(change: str) -> None:
         assert mine is None or torch.equal(mine, theirs)
 
 
-def test_what_has_not_changed_is_not_made_anew() -> None:
-    optimizer = build()
-    step(optimizer, 0, forgets=False)
-    step(optimizer, 1, forgets=False)
-    records, work = optimizer._collector.records, optimizer._step_params._cached
-    step(optimizer, 2, forgets=False)
-    assert optimizer._collector.records is records
-    assert optimizer._step_params._cached is work
-    assert len(work) == 3
-
-
 def sharded() -> Muon:
     """Two matrices cut over the ranks, in one group with a plain one."""
     params = [*initial(world_mesh(), SHAPES[:2]), *initial(None, SHAPES[2:])]
@@ -276,27 +265,3 @@ def test_shards_that_are_replaced_are_free_to_go() -> None:
         return known() is None
 
     assert run_threads(2, main) == [True, True]
-
-
-def test_a_step_does_not_call_the_garbage_collector() -> None:
-    """A list of a tuple per parameter would: the collector runs once several hundred objects more are alive than
-    before.
-    """
-    params = [nn.Parameter(torch.zeros(4, 4)) for _ in range(2000)]
-    for param in params:
-        param.grad = torch.ones(4, 4)
-    optimizer = Muon([{"params": params, "names": [str(k) for k in range(2000)], "use_muon": True}], none_grad=False)
-    for _ in range(2):
-        optimizer.step()
-    collected: list[int] = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        collected.append(info["generation"])
-
-    gc.collect()
-    gc.callbacks.append(note)
-    try:
-        optimizer.step()
-    finally:
-        gc.callbacks.remove(note)
-    assert collected == []

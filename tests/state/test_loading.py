@@ -389,31 +389,6 @@ def test_states_of_different_steps(kind: str, alone: bool) -> None:
     assert_same_bits(weights, other_weights)
 
 
-def test_only_the_first_vote_after_loading_reads_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshmuon.agree.state_presence import StatePresence
-
-    reads: list[int] = []
-    progress = StatePresence.progress
-    monkeypatch.setattr(StatePresence, "progress", lambda self, indices: (reads.append(1), progress(self, indices))[1])
-
-    def rank_main(rank: int) -> list[int]:
-        model = sharded()
-        optimizer = build(model)
-        counts = []
-        for step in range(5):
-            if step == 3:
-                optimizer.load_state_dict(optimizer.state_dict())
-            dist.barrier()
-            before = len(reads)
-            dist.barrier()
-            step_sharded(model, optimizer, step)
-            dist.barrier()
-            counts.append(len(reads) - before)
-        return counts
-
-    assert run_threads(2, rank_main)[0] == [2, 0, 0, 2, 0]
-
-
 def test_dcp_of_a_plain_state_dict_on_another_mesh(tmp_path: Any) -> None:
     """``dcp.save({"optimizer": optimizer})`` saves the state_dict as it is, and loads it into the tensors of
     another mesh.

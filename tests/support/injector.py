@@ -20,7 +20,6 @@ from meshmuon.execute.ortho_batch import OrthoBatch
 from meshmuon.execute.shards import UpdateViews
 from meshmuon.optim import muon_step
 from meshmuon.transport import Agreement, Exchange
-from meshmuon.transport.host_channel import HostChannel
 from tests.support.processes import GROUP_TIMEOUT, shorten_timeouts
 
 Action = Callable[[], None]
@@ -28,7 +27,6 @@ Action = Callable[[], None]
 PHASES = (
     "planning",
     "before the agreement",
-    "in the agreement",
     "making ready",
     "warm-up exchange",
     "before the gather",
@@ -44,7 +42,7 @@ _STARTED = {"before the gather": "gather", "gather": "gather", "before the scatt
 # How far the other ranks must have come when the rank of the fault dies, so that none of them is still in an earlier
 # phase.
 _AWAITED = {
-    **dict.fromkeys(("planning", "before the agreement", "in the agreement", "making ready"), "before the agreement"),
+    **dict.fromkeys(("planning", "before the agreement", "making ready"), "before the agreement"),
     "warm-up exchange": "warm-up exchange",
     **dict.fromkeys(("before the gather", "gather", "orthogonalise"), "before the gather"),
     **dict.fromkeys(("before the scatter", "scatter", "adamw", "update"), "before the scatter"),
@@ -140,8 +138,6 @@ def hooked(phase: str, action: Action) -> Any:
         return _around_start(phase, action)
     if phase == "making ready":
         return _before(Planner, "confirm", action)
-    if phase == "in the agreement":  # the first round is sent, and that of another rank may be here
-        return _after(HostChannel, "_send", action)
     owner, name = {
         "planning": (LocalPlanner, "plan"),
         "before the agreement": (Agreement, "decide"),
@@ -159,17 +155,6 @@ def _before(owner: Any, name: str, action: Action) -> Any:
     def hooked(*args: Any, **options: Any) -> Any:
         action()
         return original(*args, **options)
-
-    return patch.object(owner, name, hooked)
-
-
-def _after(owner: Any, name: str, action: Action) -> Any:
-    original = getattr(owner, name)
-
-    def hooked(*args: Any, **options: Any) -> Any:
-        result = original(*args, **options)
-        action()
-        return result
 
     return patch.object(owner, name, hooked)
 

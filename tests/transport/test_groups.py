@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _process_group_name
 
-from meshmuon import torch_compat
 from meshmuon.transport import exchange_group, groups
 from tests.support.threads import run_threads
 
@@ -27,20 +25,6 @@ def test_a_group_of_some_ranks_leaves_the_names_of_later_groups_alone() -> None:
 
     names = run_threads(3, main)
     assert names[0] == names[1] == names[2]
-
-
-def test_two_threads_may_hide_the_bound_device_at_the_same_time() -> None:
-    class Default:
-        bound_device_id: Any = torch.device("cuda", 0)
-
-    default = Default()
-    first, second = (torch_compat._without_bound_device(default) for _ in range(2))
-    with first:
-        second.__enter__()
-        assert default.bound_device_id is None
-    assert default.bound_device_id is None
-    second.__exit__(None, None, None)
-    assert default.bound_device_id == torch.device("cuda", 0)
 
 
 def test_groups_are_shut_down_with_the_default_group() -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate
 
 import pytest
 
-from meshmuon.errors import TransportError
-from meshmuon.execute.executor import finish_all, guarded, run_ahead, run_pipeline, take_first
-from meshmuon.plan import Action, gradient_read_order, most_gathered_ahead, pipeline_order
+from meshmuon.plan import Action, most_gathered_ahead, pipeline_order
 
 WIDTHS, COUNTS = range(1, 7), range(9)
 everywhere = pytest.mark.parametrize(("width", "count"), [(width, count) for width in WIDTHS for count in COUNTS])
 
-Event = tuple[Action, int]
 GATHER, COMPUTE, FINISH, LOCAL, LAST = (
     Action.GATHER,
     Action.COMPUTE,
@@ -22,32 +18,6 @@ GATHER, COMPUTE, FINISH, LOCAL, LAST = (
     Action.LOCAL,
     Action.DURING_LAST_SCATTER,
 )
-
-
-def waves_that_record(count: int, events: list[Event]) -> list[Iterator[None]]:
-    def wave(k: int) -> Iterator[None]:
-        events.append((GATHER, k))
-        yield
-        events.append((COMPUTE, k))
-        yield
-        events.append((FINISH, k))
-
-    return list(map(wave, range(count)))
-
-
-@everywhere
-def test_turns_are_run_in_their_order(width: int, count: int) -> None:
-    """What follows is about ``pipeline_order``. Gradients are freed by ``gradient_read_order``, which must follow
-    it too.
-    """
-    events: list[Event] = []
-    waves = waves_that_record(count, events)
-    run_pipeline(
-        waves, pipeline_order(count, width), lambda: events.append((LOCAL, 0)), lambda: events.append((LAST, 0))
-    )
-    assert events == list(pipeline_order(count, width))
-    read = [k if action is GATHER else count for action, k in events if action in (GATHER, LOCAL)]
-    assert read == list(gradient_read_order(count, 1, width))
 
 
 @everywhere
@@ -94,40 +64,3 @@ def test_everything_may_go_ahead(count: int) -> None:
 def test_an_example() -> None:
     order = [f"{what.name[0]}{k}" for what, k in pipeline_order(4, 3)]
     assert order == ["G0", "G1", "L0", "C0", "G2", "C1", "F0", "G3", "C2", "C3", "D0", "F1", "F2", "F3"]
-
-
-@everywhere
-def test_running_ahead_leaves_only_the_last_to_be_finished(width: int, count: int) -> None:
-    events: list[Event] = []
-    left = run_ahead(waves_that_record(count, events), width)
-    order = [event for event in pipeline_order(count, width) if event[0] is not LOCAL]
-    assert events == order[: order.index((LAST, 0))]
-    assert len(left) <= width
-    finish_all(left)
-    assert events == [event for event in order if event != (LAST, 0)]
-
-
-def test_a_wave_that_yields_once_more_is_refused() -> None:
-    with pytest.raises(AssertionError, match="yields twice"):
-        run_pipeline([iter([None] * 3)], pipeline_order(1, 1), lambda: None, lambda: None)
-
-
-def test_what_fails_is_kept_unless_ranks_lost_each_other() -> None:
-    """An error of this rank is told at the end; a lost rank ends the step at once: nothing more will arrive."""
-    failures: list[Exception] = []
-
-    def fail(error: Exception) -> None:
-        def action() -> None:
-            raise error
-
-        guarded(action, failures)
-
-    first, second = ValueError("first"), ValueError("second")
-    fail(first)
-    fail(second)
-    with pytest.raises(TransportError, match="rank 1 is gone"):
-        fail(TransportError("rank 1 is gone"))
-    assert failures == [first, second]
-    assert take_first(failures) is first
-    assert failures == []
-    assert take_first(failures) is None
