@@ -16,6 +16,7 @@ from tests.support.scripts import run_script
 from .conftest import BENCHMARKS
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
+    "choices": (),
     "launches": (),
     "losses": (),
     "predictions": ("--worlds", "1"),
@@ -45,7 +46,9 @@ def test_a_script_leaves_what_it_promises(script: str, tmp_path: Path) -> None:
     results: Any = facts["results"]
     assert results
     assert {"cpu", "cores", "torch", "threads"} <= set(facts["machine"])
-    if script == "launches":
+    if script == "choices":
+        assert all(row["ratio"] == row["seconds"] / row["best"] < 1.1 for row in results)
+    elif script == "launches":
         assert all(goal["verdict"] == "reached" for goal in facts["goals"])
         assert results[0]["launches"] == results[0]["products"] + results[0]["beside"]
     elif script == "predictions":
