@@ -23,8 +23,7 @@ import common  # first: it sets what torch reads when it starts
 import torch
 import torch.optim._muon as torch_muon
 from common import COLOURS, KELLER, LEAST, SPECTRA, Goal, Quartiles, Report, matrix_with, race, ratio
-from contenders import DECAY, EPS, LR, STEPS, Contender, enter, patched
-from models import Model, gpt_matrices
+from contenders import DECAY, EPS, LR, STEPS, Contender, Model, enter, gpt_matrices, patched
 from torch import Tensor, nn
 
 from meshmuon import Muon

@@ -20,11 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import (
-    Goal,
-    Report,
-    log_axis,
-)
+from common import Goal, Report, log_axis
 
 from meshmuon.tools.predict.launches import Launches
 from meshmuon.tools.predict.prediction import SECONDS_PER_LAUNCH

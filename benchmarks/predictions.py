@@ -11,22 +11,29 @@ them. Bytes and buffers are counted where they are sent and allocated. Ratios of
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import common  # first: it sets what torch reads when it starts
+import torch.distributed as dist
 from common import COLOURS, Benchmark, Goal, Report, ratio
+from ranks import ModelLayout, Runner, Wire, layouts_for, make, rates_for, run_rank, run_ranks
+
+from meshmuon import Muon
+from meshmuon.tools.predict.prediction import predict
+
+sys.path.insert(0, str(common.ROOT))  # for the counts
+from tests.support.counting import buffer_bytes, bytes_sent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WORKER = Path(__file__).with_name("predicted_ranks.py")
+OPTIONS = ("layers", "width", "rounds", "threads")
+SCHEME = "meshmuon, auto"
+EXCHANGE_BUFFERS = ("shards", "gathered", "results", "sent", "received", "averages")
 COLUMNS = (
     "ranks",
     "layout",
@@ -40,25 +47,74 @@ COLUMNS = (
 )
 
 
-def run_world(world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs one number of ranks under torchrun."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(world),
-            str(WORKER),
-        ]
-        for name in ("layers", "width", "rounds", "threads"):
-            command += [f"--{name}", str(getattr(options, name))]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-        subprocess.run([*command, "--out", str(out)], check=True, env=environment, timeout=options.timeout)
-        results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
-    return results
+def by_rank(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def optimizer_of(runner: Runner) -> Muon:
+    assert isinstance(runner.optimizer, Muon)
+    return runner.optimizer
+
+
+def held_buffers(optimizer: Muon) -> int:
+    """Bytes of the exchange buffers that the executor really holds."""
+    flat = optimizer._executor._workspace._flat  # type: ignore[attr-defined]
+    return sum(t.numel() * t.element_size() for (name, _, _), t in flat.items() if name.split()[0] in EXCHANGE_BUFFERS)
+
+
+def counts(layout: ModelLayout, runner: Runner, wire: Wire) -> dict[str, Any]:
+    """Bytes and buffers of every rank, predicted and found."""
+    wire.reset()
+    runner.step.before()
+    runner.step.run()
+    plan = optimizer_of(runner).plan()
+    found = by_rank((wire.sent, held_buffers(optimizer_of(runner))))
+    planned_bytes = bytes_sent(plan, averages=layout.data_parallel)
+    planned_buffers = buffer_bytes(plan, averages=layout.data_parallel)
+    return {
+        "waves": len(plan.wave_lanes),
+        "matrices": len(plan.tasks),
+        "bytes": {"predicted": list(planned_bytes.values()), "measured": [sent for sent, _ in found]},
+        "buffers": {"predicted": list(planned_buffers.values()), "measured": [held for _, held in found]},
+        "layout": layout.name,
+        "ranks": dist.get_world_size(),
+        "predicted_s": [],
+        "measured_s": [],
+        "parts": [],
+    }
+
+
+def measure_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """On one rank. Rounds alternate: measure rates with all ranks at work, then step every layout.
+
+    Each round predicts its own steps, so that a machine that slows down slows down both.
+    """
+    world, wire = dist.get_world_size(), Wire()
+    layouts = layouts_for(world)
+    runners = {layout.name: make(SCHEME, layout, layout.shapes(options.layers, options.width)) for layout in layouts}
+    for _ in range(2):  # the first step makes plans and buffers
+        for runner in runners.values():
+            runner.step.before()
+            runner.step.run()
+    results = {layout.name: counts(layout, runners[layout.name], wire) for layout in layouts}
+    steps = {name: runner.step for name, runner in runners.items()}
+    plans = {name: optimizer_of(runner).plan() for name, runner in runners.items()}
+    shapes = [tuple(param.shape) for runner in runners.values() for param in runner.params]
+    calibrations = [rates_for(shapes)]
+    for _ in range(options.rounds):
+        wire.reset()
+        times = common.race(steps, 3, warmups=0, barrier=dist.barrier)
+        if options.rounds > 1:  # a single round is a try
+            calibrations.append(rates_for(shapes))
+        for layout in layouts:
+            plan, result = plans[layout.name], results[layout.name]
+            around = [predict(plan, rates, averages=layout.data_parallel) for rates in calibrations[-2:]]
+            result["predicted_s"].append(statistics.mean(prediction.seconds for prediction in around))
+            result["parts"].append(around[-1].seconds_by_kind)
+            result["measured_s"].append(statistics.median(times[layout.name].wall))
+    return list(results.values())
 
 
 def exact(result: dict[str, Any], what: str) -> bool:
@@ -117,7 +173,7 @@ def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for world in report.each(options.worlds, lambda world: f"{world} ranks"):
-        results += run_world(world, options)
+        results += run_ranks(Path(__file__), world, options, OPTIONS)
     return results
 
 
@@ -151,4 +207,7 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    if dist.is_torchelastic_launched():  # by this very script
+        run_rank(measure_rank, OPTIONS)
+    else:
+        BENCHMARK.main()

@@ -23,14 +23,7 @@ from typing import TYPE_CHECKING, Any
 import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
-from common import (
-    Goal,
-    Report,
-    Step,
-    log_axis,
-    race,
-    ratio,
-)
+from common import Goal, Report, Step, log_axis, race, ratio
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard

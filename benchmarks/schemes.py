@@ -21,19 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import (
-    COLOURS,
-    Goal,
-    Quartiles,
-    Report,
-    Samples,
-    Step,
-    log_axis,
-    prepare,
-    race,
-    ratio,
-    worst_error,
-)
+from common import COLOURS, Goal, Quartiles, Report, Samples, Step, log_axis, prepare, race, ratio, worst_error
 
 from meshmuon import orthogonalize
 from meshmuon.ortho import Scheme, blocks_for, halley, orthogonalize_flops, resolve_scheme, scheme_for, zolotarev

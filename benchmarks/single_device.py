@@ -21,38 +21,28 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import (
-    COLOURS,
-    SHAPE,
-    Goal,
-    Quartiles,
-    Report,
-    Step,
-    plain_number,
-    prepare,
-    race,
-    ratio,
-)
+from common import COLOURS, SHAPE, Goal, Quartiles, Report, Step, plain_number, prepare, race, ratio
 from contenders import (
     CONTENDERS,
     FLOOR,
+    MODELS,
     OURS,
+    QUICK_MODELS,
     TOLERANCE,
     Contender,
     Entrant,
+    Model,
     available,
     differences,
     enter,
     error_by_svd,
 )
-from memory import Allocations, allocations_of
-from models import MODELS, QUICK_MODELS, Model
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshmuon import Muon, keller
@@ -68,6 +58,38 @@ TORCH = "torch.optim.Muon, fp32"
 AUTO = "meshmuon, auto"
 POLAR_EXPRESS = "meshmuon, polar_express"
 ROUNDING = 1.02  # errors this close are equal: they differ by rounding
+SCALAR = 64  # bytes; the allocator's smallest block, which holds a number
+
+
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """What one step allocated.
+
+    Attributes:
+        count: allocations larger than a number.
+        numbers: allocations that hold a number or nothing.
+        nbytes: bytes of all of them.
+        peak: most bytes beyond those held before the step.
+    """
+
+    count: int
+    numbers: int
+    nbytes: int
+    peak: int
+
+
+def allocations_of(step: Callable[[], object]) -> Allocations:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for size in sizes:
+        now += size
+        peak = max(peak, now)
+    taken = [size for size in sizes if size > 0]
+    return Allocations(sum(s > SCALAR for s in taken), sum(s <= SCALAR for s in taken), sum(taken), peak)
 
 
 def orthogonalisation_alone(model: Model) -> Step:
