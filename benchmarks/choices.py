@@ -15,16 +15,13 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import common  # first: it sets what torch reads when it starts
-from common import COLOURS, Goal, Report
+from common import Goal, Report
 
 sys.path.insert(0, str(common.ROOT))  # for the frozen plans
 from tests.spine.write_plans import FILE, report_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUICK = (14, 29)  # rows that take a second
 SLOWER = 1.10  # what a plan by default may take of the fastest
@@ -71,15 +68,6 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     return [Goal("plan by default ÷ fastest found, worst row", worst["ratio"], most=SLOWER, note=where)]
 
 
-def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
-    axes = figure.subplots()
-    axes.barh(range(len(results)), [row["ratio"] for row in results], color=COLOURS["ours"])
-    axes.axvline(SLOWER, color=COLOURS["line"], lw=0.8, ls="--")
-    axes.set_yticks(range(len(results)), [f"{row['model']} {row['mesh']}" for row in results], fontsize=7)
-    axes.set_xlabel("predicted step, plan by default ÷ fastest found (1 is as fast)")
-    axes.invert_yaxis()
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=None, help="rows of these models alone (default all)")
 
@@ -93,7 +81,5 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     options.rows = [row for row in rows if options.models is None or row["model"] in options.models]
 
 
-BENCHMARK = common.Benchmark("choices", __doc__, measure, show, goals_of, plot, (9, 8), add_options, settle_options)
-
 if __name__ == "__main__":
-    BENCHMARK.main()
+    common.Benchmark("choices", __doc__, measure, show, goals_of, add_options, settle_options).main()

@@ -149,12 +149,12 @@ def _ours(params: list[nn.Parameter], scheme: SchemeName = SAME) -> Callable[[],
     return Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False, compute_dtype=torch.float32).step
 
 
-def _torch_muon(params: list[nn.Parameter]) -> Callable[[], object]:
+def torch_as_shipped(params: list[nn.Parameter]) -> Callable[[], object]:
     return torch.optim.Muon(params, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw").step
 
 
-def _torch_muon_fp32(params: list[nn.Parameter]) -> Callable[[], object]:
-    return patched(_torch_muon(params), (torch_muon, "_zeropower_via_newtonschulz", float32_newton_schulz))
+def torch_in_float32(params: list[nn.Parameter]) -> Callable[[], object]:
+    return patched(torch_as_shipped(params), (torch_muon, "_zeropower_via_newtonschulz", float32_newton_schulz))
 
 
 class PlainMuon:
@@ -239,8 +239,8 @@ def _adamw(params: list[nn.Parameter]) -> Callable[[], object]:
 
 CONTENDERS = (
     Contender(OURS, _ours, whole=True, cheap_only=False),
-    Contender("torch.optim.Muon, fp32", _torch_muon_fp32, differs="products kept in float32", cheap_only=False),
-    Contender("torch.optim.Muon, as shipped", _torch_muon, BF16, differs="products in bfloat16"),
+    Contender("torch.optim.Muon, fp32", torch_in_float32, differs="products kept in float32", cheap_only=False),
+    Contender("torch.optim.Muon, as shipped", torch_as_shipped, BF16, differs="products in bfloat16"),
     Contender(
         "Keller Jordan's, plain",
         partial(_plain, iteration=_keller_iteration),

@@ -13,23 +13,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import common  # first: it sets what torch reads when it starts
+import torch
 import torch.distributed as dist
-from common import COLOURS, Benchmark, Goal, Report, ratio
-from ranks import ModelLayout, Runner, Wire, layouts_for, make, rates_for, run_rank, run_ranks
+from common import Goal, Report, ratio
+from ranks import ModelLayout, Runner, Wire, layouts_for, make, run_rank, run_ranks
 
 from meshmuon import Muon
+from meshmuon.tools.doctor.context import Context, DoctorOptions
+from meshmuon.tools.doctor.measurements import calibrate
+from meshmuon.tools.predict.calibration import Calibration
 from meshmuon.tools.predict.prediction import predict
 
 sys.path.insert(0, str(common.ROOT))  # for the counts
 from tests.support.counting import buffer_bytes, bytes_sent
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 OPTIONS = ("layers", "width", "rounds", "threads")
 SCHEME = "meshmuon, auto"
@@ -45,6 +46,13 @@ COLUMNS = (
     "bytes",
     "buffers",
 )
+
+
+def rates_for(shapes: Iterable[tuple[int, ...]]) -> Calibration:
+    """The doctor's measurements, with matrices of these shapes, summarised on every rank alike."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    options = DoctorOptions(quick=True, shapes=tuple(sorted({(shape[-2], shape[-1]) for shape in shapes})))
+    return calibrate(Context(options, dist.get_rank(), dist.get_world_size(), store, torch.device("cpu"), "here"))
 
 
 def by_rank(value: Any) -> list[Any]:
@@ -159,17 +167,6 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     ]
 
 
-def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
-    axes = figure.subplots()
-    names = [f"{result['layout']}, {result['ranks']}" for result in results]
-    for offset, key, colour in ((-0.2, "measured_s", COLOURS["ours"]), (0.2, "predicted_s", COLOURS["others"])):
-        values = [statistics.median(result[key]) * 1e3 for result in results]
-        axes.bar([k + offset for k in range(len(names))], values, 0.4, color=colour, label=key.removesuffix("_s"))
-    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    axes.set_ylabel("ms per step")
-    axes.legend()
-
-
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for world in report.each(options.worlds, lambda world: f"{world} ranks"):
@@ -194,20 +191,8 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     options.rounds = options.rounds or (1 if options.quick else 9)
 
 
-BENCHMARK = Benchmark(
-    name="predictions",
-    about=__doc__,
-    measure=measure,
-    show=show,
-    goals=goals_of,
-    plot=plot,
-    size=(9.0, 4.5),
-    add_options=add_options,
-    settle_options=settle_options,
-)
-
 if __name__ == "__main__":
     if dist.is_torchelastic_launched():  # by this very script
         run_rank(measure_rank, OPTIONS)
     else:
-        BENCHMARK.main()
+        common.Benchmark("predictions", __doc__, measure, show, goals_of, add_options, settle_options).main()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -32,9 +32,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import DistMuon, Muon, Workspace, keller, orthogonalize
 from meshmuon.device import memory_budget_for
-from meshmuon.tools.doctor.context import Context, DoctorOptions
-from meshmuon.tools.doctor.measurements import calibrate
-from meshmuon.tools.predict.calibration import Calibration
 from meshmuon.transport import Agreement, Vote
 
 OPTIONS = ("layers", "width", "rounds", "tiny", "cores", "threads")
@@ -234,13 +231,6 @@ class Runner:
         """What this rank holds of the weights."""
         whole = [param.detach() for param in self.params]
         return [value.to_local() if isinstance(value, DTensor) else value for value in whole]
-
-
-def rates_for(shapes: Iterable[tuple[int, ...]]) -> Calibration:
-    """The doctor's measurements, with matrices of these shapes, summarised on every rank alike."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    options = DoctorOptions(quick=True, shapes=tuple(sorted({(shape[-2], shape[-1]) for shape in shapes})))
-    return calibrate(Context(options, dist.get_rank(), dist.get_world_size(), store, torch.device("cpu"), "here"))
 
 
 def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]]) -> Runner:

@@ -17,13 +17,12 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
-from common import Goal, Report, Step, log_axis, race, ratio
+from common import Goal, Report, Step, race, ratio
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -32,9 +31,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshmuon import Muon
 from meshmuon.layout import Layout, Mesh, Sharded
 from meshmuon.plan import PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SHAPES = [(rows, cols) for rows in (1024, 2048, 4096, 768, 1536, 1000) for cols in (1024, 2048, 4096, 8192, 100)]
 PLAN, FIRST, STEP, CHANGING = "plan", "first step", "step", "changing"
@@ -254,28 +250,6 @@ def goals_of(points: Sequence[Point], options: argparse.Namespace) -> list[Goal]
     return goals
 
 
-def plot(rows: Sequence[dict[str, Any]], figure: Figure) -> None:
-    points = [Point(**row) for row in rows]
-    figure.suptitle("Work of the host per matrix, as models grow (lower is better)")
-    for position, (what, axes) in enumerate(zip((PLAN, FIRST, STEP), figure.subplots(1, 3), strict=True)):
-        for ranks in sorted({point.ranks for point in points if point.what == what}):
-            along = curve(points, what, ranks)
-            axes.plot(
-                [p.matrices for p in along],
-                [p.us_per_matrix for p in along],
-                marker="o",
-                ms=3,
-                label=f"{ranks:,} rank" + "s" * (ranks > 1),
-            )
-        log_axis(axes, "x", sorted({float(point.matrices) for point in points}))
-        log_axis(axes, "y")
-        axes.set_xlabel("matrices")
-        axes.set_title(what)
-        axes.legend()
-        if position == 0:
-            axes.set_ylabel("µs of process time per matrix")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--matrices", type=int, nargs="+", default=None, help="numbers of matrices (default 10² to 10⁵)"
@@ -291,18 +265,5 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     options.ranks = options.ranks or ([2, 16] if options.quick else [2, 64, 1024, 4096])
 
 
-BENCHMARK = common.Benchmark(
-    "scaling",
-    __doc__,
-    measure,
-    show,
-    goals_of,
-    plot,
-    (12, 4),
-    add_options=add_options,
-    settle_options=settle_options,
-    to_json=lambda points: [asdict(point) for point in points],
-)
-
 if __name__ == "__main__":
-    BENCHMARK.main()
+    common.Benchmark("scaling", __doc__, measure, show, goals_of, add_options, settle_options).main()

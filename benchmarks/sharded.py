@@ -25,14 +25,11 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import common  # first: it sets what torch reads when it starts
-from common import COLOURS, Goal, Quartiles, Report, plain_number
+from common import Goal, Quartiles, Report
 from ranks import OPTIONS, run_ranks
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 WORKER = Path(__file__).with_name("ranks.py")
 COLUMNS = (
@@ -129,23 +126,6 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     return goals
 
 
-def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
-    axes = figure.add_subplot()
-    results = [result for result in results if not result["link"]]  # a slow link has another scale; the table has it
-    labels = [f"{result['ranks']} × {result['layout']}" for result in results]
-    for shift, (name, colour) in enumerate((("meshmuon", "ours"), ("naive", "naive"), ("pure work", "floor"))):
-        times = [
-            result["steps"][name]["wall_s"]["median"] * 1e3 if name in result["steps"] else 0.0 for result in results
-        ]
-        axes.bar([k + (shift - 1) * 0.27 for k in range(len(results))], times, 0.26, label=name, color=COLOURS[colour])
-    axes.set_xticks(range(len(results)), labels, rotation=40, ha="right")
-    axes.grid(visible=False, axis="x")
-    axes.yaxis.set_major_formatter(lambda value, _: plain_number(value))
-    axes.set_ylabel("median time of a step, ms")
-    axes.set_title("One owner per matrix against computing everything everywhere (naive), by ranks and layout")
-    axes.legend()
-
-
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for world in report.each(options.ranks, lambda world: f"{world} ranks"):
@@ -196,9 +176,5 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     options.ranks, options.link = [1, 2, 4, 8] if options.ranks is None else options.ranks, options.link or "1gbit"
 
 
-BENCHMARK = common.Benchmark(
-    "sharded", __doc__, measure, show, goals_of, plot, (10, 5), add_options=add_options, settle_options=settle_options
-)
-
 if __name__ == "__main__":
-    BENCHMARK.main()
+    common.Benchmark("sharded", __doc__, measure, show, goals_of, add_options, settle_options).main()

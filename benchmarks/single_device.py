@@ -22,12 +22,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import COLOURS, SHAPE, Goal, Quartiles, Report, Step, plain_number, prepare, race, ratio
+from common import SHAPE, Goal, Quartiles, Report, Step, prepare, race, ratio
 from contenders import (
     CONTENDERS,
     FLOOR,
@@ -49,9 +49,6 @@ from meshmuon import Muon, keller
 from meshmuon.device import memory_budget_for
 from meshmuon.execute import ortho_batch
 from meshmuon.ortho import Orthogonalizer, Scheme, scratch_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ALONE = "orthogonalisation alone"
 TORCH = "torch.optim.Muon, fp32"
@@ -354,26 +351,6 @@ def goals_of_auto(result: dict[str, Any]) -> list[Goal]:
     ]
 
 
-def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
-    figure.suptitle("A step on one CPU core: meshmuon and others (shorter is better)")
-    for place, result in enumerate(results, 1):
-        axes = figure.add_subplot(2, (len(results) + 1) // 2, place)
-        names = list(result["steps"])
-        times = [result["steps"][name]["wall_s"] for name in names]
-        middle = [time["median"] * 1e3 for time in times]
-        spread = [[(t["median"] - t["low"]) * 1e3 for t in times], [(t["high"] - t["median"]) * 1e3 for t in times]]
-        colours = [
-            COLOURS["ours" if name == OURS else "floor" if name in (FLOOR, ALONE) else "others"] for name in names
-        ]
-        axes.barh(names, middle, xerr=spread, color=colours, error_kw={"lw": 0.8})
-        axes.invert_yaxis()
-        axes.set_title(result["model"])
-        axes.grid(visible=False, axis="y")
-        axes.xaxis.set_major_formatter(lambda value, _: plain_number(value))
-        axes.set_xlabel("median time of a step, ms")
-        axes.tick_params(labelsize=8)
-
-
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
     contenders = available(report.note)
     shape = (16, 32) if options.quick else SHAPE
@@ -411,17 +388,5 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"no model is called {options.models}; there are {known}")
 
 
-BENCHMARK = common.Benchmark(
-    "single_device",
-    __doc__,
-    measure,
-    show,
-    goals_of,
-    plot,
-    (11, 7),
-    add_options=add_options,
-    settle_options=settle_options,
-)
-
 if __name__ == "__main__":
-    BENCHMARK.main()
+    common.Benchmark("single_device", __doc__, measure, show, goals_of, add_options, settle_options).main()

@@ -1,6 +1,4 @@
-"""Each benchmark runs at tiny sizes and leaves its table, its figures, its plot and its goals; a few figures must
-be as known.
-"""
+"""Each benchmark runs at tiny sizes and leaves its table, its figures and its goals; a few figures must be as known."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ def run(script: str, out: Path, *arguments: str) -> dict[str, Any]:
     environment = {**os.environ, "COLUMNS": "200"}
     done = run_script(BENCHMARKS / f"{script}.py", "--quick", "--out", str(out), *arguments, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    for kind in ("txt", "png"):
-        assert (out / f"{script}.{kind}").stat().st_size > 100
+    assert (out / f"{script}.txt").stat().st_size > 100
     facts: dict[str, Any] = json.loads((out / f"{script}.json").read_text())
     lines = [line for line in done.stdout.splitlines() if line.startswith("goal ")]
     assert len(lines) == len(facts["goals"]) > 0
@@ -68,10 +65,7 @@ def test_a_script_leaves_what_it_promises(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--models", "BERT"), "no model is called ['BERT']; there are ['GPT', 'MoE', 'ViT']"),
-    ],
+    ("arguments", "message"), [(("--models", "BERT"), "no model is called ['BERT']; there are ['GPT', 'MoE', 'ViT']")]
 )
 def test_what_is_not_there_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     done = run_script(BENCHMARKS / "single_device.py", "--quick", "--out", str(tmp_path), *arguments)
