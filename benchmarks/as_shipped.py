@@ -23,7 +23,7 @@ import common  # first: it sets what torch reads when it starts
 import torch
 import torch.optim._muon as torch_muon
 from common import KELLER, LEAST, SPECTRA, Goal, Quartiles, Report, matrix_with, race, ratio
-from contenders import DECAY, EPS, LR, STEPS, Contender, Model, enter, gpt_matrices, torch_as_shipped, torch_in_float32
+from contenders import DECAY, EPS, LR, STEPS, Contender, Model, enter, gpt_matrices, torch_float32, torch_shipped
 from torch import Tensor, nn
 
 from meshmuon import Muon
@@ -58,11 +58,11 @@ def _ours(params: list[nn.Parameter], **options: Any) -> Callable[[], object]:
 
 
 CONTENDERS = (
-    Contender(TORCH, torch_as_shipped),
+    Contender(TORCH, torch_shipped),
     Contender(DEFAULT, _ours),
     Contender(FLOAT32, partial(_ours, compute_dtype=torch.float32)),
     Contender(KELLER_SHORT, partial(_ours, scheme="keller", compute_dtype=torch.bfloat16)),
-    Contender(TORCH_FLOAT32, torch_in_float32),
+    Contender(TORCH_FLOAT32, torch_float32),
 )
 ORTHOGONALISERS: dict[str, Callable[[Tensor], Tensor]] = {
     TORCH: lambda x: torch_muon._zeropower_via_newtonschulz(x.clone(), KELLER, STEPS, EPS).float(),

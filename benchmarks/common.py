@@ -217,9 +217,7 @@ def matrix_with(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
 
 
 def worst_error(orthogonalise: Callable[[Tensor], Tensor], rows: int = SHAPE[0], cols: int = SHAPE[1]) -> float:
-    """The largest distance from 1 at which a singular value ends, over all spectra; directions that were zero do
-    not count.
-    """
+    """The largest distance from 1 at which a singular value ends, over all spectra; zero directions do not count."""
     worst = 0.0
     for spectrum in SPECTRA.values():
         values = spectrum(min(rows, cols))
@@ -290,7 +288,11 @@ class Goal:
 
 def machine_facts(threads: int) -> dict[str, Any]:
     """What a reader must know about the machine; no host names, no paths."""
-    models = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -301,13 +303,6 @@ def machine_facts(threads: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": threads,
     }
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:  # not Linux
-        return []
 
 
 class Report:

@@ -149,19 +149,19 @@ def _ours(params: list[nn.Parameter], scheme: SchemeName = SAME) -> Callable[[],
     return Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False, compute_dtype=torch.float32).step
 
 
-def torch_as_shipped(params: list[nn.Parameter]) -> Callable[[], object]:
+def torch_shipped(params: list[nn.Parameter]) -> Callable[[], object]:
     return torch.optim.Muon(params, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw").step
 
 
-def torch_in_float32(params: list[nn.Parameter]) -> Callable[[], object]:
-    return patched(torch_as_shipped(params), (torch_muon, "_zeropower_via_newtonschulz", float32_newton_schulz))
+def torch_float32(params: list[nn.Parameter]) -> Callable[[], object]:
+    return patched(torch_shipped(params), (torch_muon, "_zeropower_via_newtonschulz", float32_newton_schulz))
 
 
 class PlainMuon:
     """Muon in a few lines: momentum, Newton–Schulz, scale; matrix by matrix, with no buffer reused."""
 
-    def __init__(self, params: list[nn.Parameter], orthogonalise: Callable[[Tensor], Tensor]) -> None:
-        self.params, self.orthogonalise = params, orthogonalise
+    def __init__(self, params: list[nn.Parameter], iteration: Callable[[Tensor], Tensor]) -> None:
+        self.params, self.iteration = params, iteration
         self.momentum = [torch.zeros_like(param) for param in params]
 
     @torch.no_grad()
@@ -171,19 +171,17 @@ class PlainMuon:
             grad = param.grad
             assert grad is not None
             momentum.lerp_(grad, 1 - MOMENTUM)
-            update = self.orthogonalise(grad.lerp(momentum, MOMENTUM))
+            update = self._orthogonalise(grad.lerp(momentum, MOMENTUM))
             param.mul_(1 - LR * DECAY)
             param.add_(update, alpha=-LR * max(1.0, param.size(0) / param.size(1)) ** 0.5)
 
-
-def _wide(grad: Tensor, iteration: Callable[[Tensor], Tensor]) -> Tensor:
-    """Five times ``iteration`` on the normalised matrix with rows ≤ columns."""
-    tall = grad.size(0) > grad.size(1)
-    x = grad.mT if tall else grad
-    x = x / (x.norm() + EPS)
-    for _ in range(STEPS):
-        x = iteration(x)
-    return x.mT if tall else x
+    def _orthogonalise(self, update: Tensor) -> Tensor:
+        tall = update.size(0) > update.size(1)
+        x = update.mT if tall else update
+        x = x / (x.norm() + EPS)
+        for _ in range(STEPS):
+            x = self.iteration(x)
+        return x.mT if tall else x
 
 
 def _keller_iteration(x: Tensor) -> Tensor:
@@ -193,7 +191,7 @@ def _keller_iteration(x: Tensor) -> Tensor:
 
 
 def _plain(params: list[nn.Parameter], iteration: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-    return PlainMuon(params, partial(_wide, iteration=iteration)).step
+    return PlainMuon(params, iteration).step
 
 
 def patched(step: Callable[[], object], *patches: tuple[Any, str, Any], eager: bool = False) -> Callable[[], object]:
@@ -239,8 +237,8 @@ def _adamw(params: list[nn.Parameter]) -> Callable[[], object]:
 
 CONTENDERS = (
     Contender(OURS, _ours, whole=True, cheap_only=False),
-    Contender("torch.optim.Muon, fp32", torch_in_float32, differs="products kept in float32", cheap_only=False),
-    Contender("torch.optim.Muon, as shipped", torch_as_shipped, BF16, differs="products in bfloat16"),
+    Contender("torch.optim.Muon, fp32", torch_float32, differs="products kept in float32", cheap_only=False),
+    Contender("torch.optim.Muon, as shipped", torch_shipped, BF16, differs="products in bfloat16"),
     Contender(
         "Keller Jordan's, plain",
         partial(_plain, iteration=_keller_iteration),

@@ -23,7 +23,6 @@ import torch
 from common import Goal, Report
 
 from meshmuon.tools.predict.launches import Launches
-from meshmuon.tools.predict.prediction import SECONDS_PER_LAUNCH
 from meshmuon.tools.simulate.description import load_model
 from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.sharding import MeshAxes
@@ -78,7 +77,6 @@ def facts_of(launches: Launches, matrices: int) -> dict[str, Any]:
         "beside_per_matrix": beside / matrices,
         "batches": len(sizes),
         "batch_sizes": [min(sizes), max(sizes)],
-        "host_seconds": launches.total * SECONDS_PER_LAUNCH,
     }
 
 
@@ -131,7 +129,6 @@ def counted_facts(counted: CountedStep, elements: int) -> dict[str, Any]:
         "beside_per_matrix": (counted.launches - products) / 16,
         "batches": functions["normalise"] // 2,
         "batch_sizes": None,
-        "host_seconds": counted.launches * SECONDS_PER_LAUNCH,
         "host_operations": counted.host_operations,
         "bytes_per_element": counted.bytes_of("copy_momenta", "fill", "apply") / elements,
     }
@@ -149,7 +146,6 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
         "batches",
         "bytes",
         "host operations",
-        "host",
     )
     report.table("launches per rank and step, on the rank with most", columns, [_cells(row) for row in rows])
     report.note(
@@ -160,7 +156,6 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
         "were finite (4 fewer otherwise). Batches: how many, of how many matrices."
     )
     report.note("host operations: calls of torch that launch nothing, such as views; without those of the exchanges.")
-    report.note(f"host: launches × {1e6 * SECONDS_PER_LAUNCH:.0f} µs, an estimate.")
 
 
 def _cells(row: dict[str, Any]) -> Sequence[str]:
@@ -170,9 +165,8 @@ def _cells(row: dict[str, Any]) -> Sequence[str]:
         f"{row[key]:,}" if row[key] else "" for key in ("launches", "most", "products", "beside")
     )
     per_matrix, beside_per_matrix = (f"{row[key]:.2f}" for key in ("per_matrix", "beside_per_matrix"))
-    host = f"{1e3 * row['host_seconds']:.2f} ms"
     batches = f"{row['batches']}{sizes}"
-    return row["case"], launches, most, per_matrix, products, beside, beside_per_matrix, batches, *counted, host
+    return row["case"], launches, most, per_matrix, products, beside, beside_per_matrix, batches, *counted
 
 
 def goals(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[Goal]:

@@ -189,9 +189,7 @@ class Wire:
 
 
 class Naive:
-    """What a user would write: gather every whole update on every rank, orthogonalise all of them there, keep the
-    own part.
-    """
+    """What a user would write: gather every update on every rank, orthogonalise all of them, keep the own part."""
 
     def __init__(self, params: list[nn.Parameter], layout: ModelLayout) -> None:
         self.params, self.layout = params, layout
@@ -344,10 +342,8 @@ def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire) -> dic
         "bytes_of_naive": 4 * elements * (world - 1) / world,
         "exchanges": exchanges,
         "agreements": agreements,
-        "waves": len(plan.wave_lanes),
         "hidden": max(0.0, 1 - waited / quartiles(times[ALONE].wall).median) if exchanges else None,
         "workspace_bytes": over_ranks(optimizer.workspace_bytes(), dist.ReduceOp.MAX),
-        "buffer_bytes": over_ranks(plan.buffer_bytes(dist.get_rank()), dist.ReduceOp.MAX),
         "two_waves_bytes": 2 * memory_budget_for(None),
     }
 

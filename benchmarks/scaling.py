@@ -16,7 +16,8 @@ import argparse
 import gc
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import common  # first: it sets what torch reads when it starts
@@ -101,11 +102,22 @@ def _with_gradient(value: Tensor, grad: Tensor) -> nn.Parameter:
     return param
 
 
+@contextmanager
+def first_of(ranks: int) -> Iterator[None]:
+    """This process as rank 0 of so many; alone it needs no process group."""
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def step_points(matrices: int, ranks: int, rounds: int) -> list[Point]:
     """The first step and those after it, of one optimizer on rank 0."""
-    if ranks > 1:
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
+    with first_of(ranks):
         params = make_params(matrices, ranks)
         names = [f"layers.{k}.weight" for k in range(matrices)]
         optimizer = Muon([{"params": params, "names": names, "use_muon": True}], none_grad=False)
@@ -113,18 +125,11 @@ def step_points(matrices: int, ranks: int, rounds: int) -> list[Point]:
             timed(FIRST, matrices, ranks, optimizer.step, 1),
             timed(STEP, matrices, ranks, optimizer.step, rounds, warmups=1),
         ]
-    finally:
-        if ranks > 1:
-            dist.destroy_process_group()
 
 
 def changing_point(matrices: int, ranks: int, rounds: int) -> Point:
-    """Two optimizers in turns: one whose matrices all have gradients, one where another tenth has none at every
-    step.
-    """
-    if ranks > 1:
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
+    """Two optimizers in turns: one whose matrices all have gradients, one where another tenth has none every time."""
+    with first_of(ranks):
         names = [f"experts.{k}.weight" for k in range(matrices)]
         steady, changing = (make_params(matrices, ranks, (32, 64)) for _ in range(2))
         grads, turns = [param.grad for param in changing], itertools.count()
@@ -144,9 +149,6 @@ def changing_point(matrices: int, ranks: int, rounds: int) -> Point:
         return Point(
             CHANGING, matrices, ranks, host["cpu_us"], host["wall_us"], len(samples[CHANGING].cpu), over_steady
         )
-    finally:
-        if ranks > 1:
-            dist.destroy_process_group()
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, int, int]]:

@@ -8,9 +8,6 @@ Those with another scheme make another update. A second table has what is needed
 each leaves on [1e-3, 1], measured by SVD on adversarial spectra; counted FLOPs; and the time beside rivals whose error
 is equal or worse.
 
-What a step does beside orthogonalising is measured by leaving the iteration out, in turns with AdamW on the same
-parameters.
-
 With one thread the ratios are of process time, which other processes do not lengthen.
 
     python benchmarks/single_device.py
@@ -21,16 +18,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
-from unittest import mock
 
 import common  # first: it sets what torch reads when it starts
 import torch
 from common import SHAPE, Goal, Quartiles, Report, Step, prepare, race, ratio
 from contenders import (
     CONTENDERS,
-    FLOOR,
     MODELS,
     OURS,
     QUICK_MODELS,
@@ -47,8 +42,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshmuon import Muon, keller
 from meshmuon.device import memory_budget_for
-from meshmuon.execute import ortho_batch
-from meshmuon.ortho import Orthogonalizer, Scheme, scratch_bytes
+from meshmuon.ortho import scratch_bytes
 
 ALONE = "orthogonalisation alone"
 TORCH = "torch.optim.Muon, fp32"
@@ -90,16 +84,11 @@ def allocations_of(step: Callable[[], object]) -> Allocations:
 
 
 def orthogonalisation_alone(model: Model) -> Step:
-    return alone_on(model.matrices, keller())
-
-
-def alone_on(matrices: Sequence[tuple[int, int]], scheme: Scheme | Orthogonalizer) -> Step:
     """Orthogonalises all matrices, equal shapes together as far as the memory budget allows, and does nothing else."""
-    batches = []
+    matrices, scheme, batches = model.matrices, keller(), []
     for rows, cols in sorted(set(matrices)):
         left = matrices.count((rows, cols))
-        steps = scheme.steps if isinstance(scheme, Scheme) else ()
-        most = max(1, memory_budget_for(None) // scratch_bytes(rows, cols, steps, torch.float32, torch.float32))
+        most = max(1, memory_budget_for(None) // scratch_bytes(rows, cols, scheme.steps, torch.float32, torch.float32))
         while left:
             batches.append(torch.randn(min(left, most), rows, cols))
             left -= len(batches[-1])
@@ -111,9 +100,7 @@ def enter_all(contenders: Sequence[Contender], model: Model) -> list[Entrant]:
 
 
 def check(entrants: list[Entrant], shown: Callable[[str], None]) -> tuple[list[Entrant], dict[str, float]]:
-    """Leaves out every contender whose update should be meshmuon's and is not; returns the others and all
-    differences.
-    """
+    """Leaves out every contender whose update should be meshmuon's and is not; the others, and all differences."""
     apart = differences(entrants)
     kept = []
     for entrant in entrants:
@@ -184,7 +171,6 @@ def measure_model(
         "matrices": len(model.matrices),
         "steps": {name: samples.facts() for name, samples in times.items()},
         "ratio": {name: asdict(ratio(times[OURS].clock, samples.clock)) for name, samples in times.items()},
-        "beside_products": asdict(beside_products(model, contenders, options)),
         "difference": apart,
         "worst_error": {name: errors[name] for name in steps if name in errors},
         "flops": {entrant.contender.name: flops_of(entrant) for entrant in entrants if entrant.contender.is_muon},
@@ -192,24 +178,6 @@ def measure_model(
         "memory": memory_rows(entrants, model),
         "host": host(model, contenders, options),
     }
-
-
-def nothing(*given: object) -> None:
-    """In the place of what is left out."""
-
-
-def beside_products(model: Model, contenders: Sequence[Contender], options: argparse.Namespace) -> Quartiles:
-    """What a step takes beside orthogonalising, in steps of AdamW on the same parameters.
-
-    It is measured and not subtracted: orthogonalising takes tens of times as long and varies by more than what is
-    looked for. In this race meshmuon's iteration does nothing: its updates are momentum with look-ahead, and everything
-    else is done as ever.
-    """
-    ours, floor = (next(contender for contender in contenders if contender.name == name) for name in (OURS, FLOOR))
-    steps = {OURS: enter(ours, model).step, FLOOR: enter(replace(floor, whole=True), model).step}
-    with mock.patch.object(ortho_batch, "iterate", nothing):
-        times = race(steps, 2 if options.quick else 25, warmups=3, seconds=options.seconds)
-    return ratio(times[OURS].clock, times[FLOOR].clock)
 
 
 def host(model: Model, contenders: Sequence[Contender], options: argparse.Namespace) -> dict[str, Any]:
@@ -320,12 +288,6 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
                 note=f"and {ours['numbers']} numbers",
             ),
             Goal(f"{where}: extra memory ÷ two waves", ours["extra_over_two_waves"], most=1),
-            Goal(
-                f"{where}: step without orthogonalisation ÷ AdamW's step",
-                result["beside_products"]["median"],
-                most=1.5,
-                note="measured in a race of their own, in which meshmuon's iteration does nothing",
-            ),
             *goals_of_auto(result),
         ]
     return goals
