@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
-BENCH  ?= schemes single_device as_shipped sharded scaling predictions launches losses
+BENCH  ?= schemes single_device as_shipped sharded scaling predictions launches losses choices
 STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
 # Some virtual machines advertise AMX but trap its instructions, which kills bfloat16 products on CPU. Nothing here needs AMX.

@@ -17,22 +17,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
 import torch.optim._muon as torch_muon
-from common import COLOURS, KELLER, LEAST, SPECTRA, Goal, Quartiles, Report, matrix_with, race, ratio
-from contenders import DECAY, EPS, LR, STEPS, Contender, enter, patched
-from models import Model, gpt_matrices
+from common import KELLER, LEAST, SPECTRA, Goal, Quartiles, Report, matrix_with, race, ratio
+from contenders import DECAY, EPS, LR, STEPS, Contender, Model, enter, gpt_matrices, torch_float32, torch_shipped
 from torch import Tensor, nn
 
 from meshmuon import Muon
 from meshmuon.ortho import orthogonalize
 from meshmuon.torch_compat import cpu_multiplies_bfloat16
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TORCH, DEFAULT, FLOAT32, KELLER_SHORT, TORCH_FLOAT32 = (
     "torch.optim.Muon",
@@ -61,20 +57,12 @@ def _ours(params: list[nn.Parameter], **options: Any) -> Callable[[], object]:
     return Muon([{"params": params, "use_muon": True}], lr=LR, weight_decay=DECAY, none_grad=False, **options).step
 
 
-def _torch(params: list[nn.Parameter]) -> Callable[[], object]:
-    return torch.optim.Muon(params, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw").step
-
-
-def _torch_float32(params: list[nn.Parameter]) -> Callable[[], object]:
-    return patched(_torch(params), (torch_muon, "_zeropower_via_newtonschulz", common.float32_newton_schulz))
-
-
 CONTENDERS = (
-    Contender(TORCH, _torch),
+    Contender(TORCH, torch_shipped),
     Contender(DEFAULT, _ours),
     Contender(FLOAT32, partial(_ours, compute_dtype=torch.float32)),
     Contender(KELLER_SHORT, partial(_ours, scheme="keller", compute_dtype=torch.bfloat16)),
-    Contender(TORCH_FLOAT32, _torch_float32),
+    Contender(TORCH_FLOAT32, torch_float32),
 )
 ORTHOGONALISERS: dict[str, Callable[[Tensor], Tensor]] = {
     TORCH: lambda x: torch_muon._zeropower_via_newtonschulz(x.clone(), KELLER, STEPS, EPS).float(),
@@ -172,25 +160,6 @@ def goals_of(results: dict[str, Any], options: argparse.Namespace) -> list[Goal]
     return wanted
 
 
-def plot(results: dict[str, Any], figure: Figure) -> None:
-    axes = figure.add_subplot()
-    rows = results["steps"]
-    for offset, name in enumerate((DEFAULT, FLOAT32)):
-        values = [row["ratio"][name]["median"] for row in rows]
-        axes.barh(
-            [k + 0.4 * offset for k in range(len(rows))],
-            values,
-            0.38,
-            label=name,
-            color=COLOURS[("ours", "others")[offset]],
-        )
-    axes.axvline(1.0, color=COLOURS["line"], lw=0.8, ls="--")
-    axes.set_yticks([k + 0.2 for k in range(len(rows))], [row["set"] for row in rows])
-    axes.invert_yaxis()
-    axes.legend()
-    axes.set_xlabel("step ÷ torch.optim.Muon's as shipped, one thread (shorter is better)")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sets", nargs="+", default=list(SETS), choices=list(SETS), help="which matrices (default all)"
@@ -198,4 +167,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    common.Benchmark("as_shipped", __doc__, measure, show, goals_of, plot, (8, 5), add_options=add_options).main()
+    common.Benchmark("as_shipped", __doc__, measure, show, goals_of, add_options).main()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from rich.console import Console
@@ -45,47 +45,10 @@ from meshmuon.ortho import (
 )
 from meshmuon.ortho.kernels.products import products_for
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = [
-    "COLOURS",
-    "KELLER",
-    "LEAST",
-    "SHAPE",
-    "SPECTRA",
-    "Benchmark",
-    "Goal",
-    "Quartiles",
-    "Report",
-    "Samples",
-    "Step",
-    "draw",
-    "float32_newton_schulz",
-    "log_axis",
-    "make_parser",
-    "matrix_with",
-    "plain_number",
-    "prepare",
-    "quartiles",
-    "race",
-    "ratio",
-    "worst_error",
-]
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SCRATCH_RESULTS = ROOT / "runs" / "bench"
 KELLER = (3.4445, -4.7750, 2.0315)
-COLOURS = {
-    "ours": "#2a6f97",
-    "floor": "#c9e0c5",
-    "AdamW": "#d9a05b",
-    "naive": "#d9c7b0",
-    "others": "#a9b4c2",
-    "line": "#888",
-}
 
 _Results = TypeVar("_Results")
 _Item = TypeVar("_Item")
@@ -157,10 +120,12 @@ def race(
 
     Args:
         steps: the contenders.
-        rounds: how often each has its turn. The order changes from round to round, so that none always follows the same
-        one. warmups: rounds that are not counted. seconds: time after which no further round starts; the first one
-        always runs. barrier: what all ranks do before a clock is read. shown: called with a contender's name and all of
-        its samples whenever one is added. advance: called after each round, for a progress bar.
+        rounds: how often each has its turn. The order changes from round to round: none always follows the same one.
+        warmups: rounds that are not counted.
+        seconds: time after which no further round starts; the first one always runs.
+        barrier: what all ranks do before a clock is read.
+        shown: called with a contender's name and all of its samples whenever one is added.
+        advance: called after each round, for a progress bar.
     """
     times = {name: Samples() for name in steps}
     names, begin = list(steps), time.perf_counter()
@@ -252,9 +217,7 @@ def matrix_with(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
 
 
 def worst_error(orthogonalise: Callable[[Tensor], Tensor], rows: int = SHAPE[0], cols: int = SHAPE[1]) -> float:
-    """The largest distance from 1 at which a singular value ends, over all spectra; directions that were zero do
-    not count.
-    """
+    """The largest distance from 1 at which a singular value ends, over all spectra; zero directions do not count."""
     worst = 0.0
     for spectrum in SPECTRA.values():
         values = spectrum(min(rows, cols))
@@ -299,67 +262,6 @@ def _call(
     return call
 
 
-_TEXT = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor", "xtick.color", "ytick.color")
-STYLE: dict[Any, Any] = {
-    **dict.fromkeys(_TEXT, "#7a7a7a"),
-    **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), "none"),
-    "font.size": 10.0,
-    "axes.titlesize": 11.0,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-    "legend.fontsize": 9.0,
-}
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-def plain_number(value: float) -> str:
-    """A tick as people write it: 0.25, 64, 10,000; powers of ten only where a row of zeros would have to be counted.
-
-    >>> [plain_number(value) for value in (0.001, 0.25, 64, 4096, 100000, 1e-6)]
-    ['0.001', '0.25', '64', '4,096', '100,000', '10⁻⁶']
-    """
-    if value and not 1e-3 <= abs(value) < 1e6:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        power = "10" + str(int(exponent)).translate(_SUPERSCRIPTS)
-        return power if float(mantissa) == 1 else f"{float(mantissa):g}·{power}"
-    return f"{value:,.4f}".rstrip("0").rstrip(".") if abs(value) < 10 else f"{value:,.0f}"
-
-
-def log_axis(axes: Axes, which: str, ticks: list[float] | None = None) -> None:
-    """A logarithmic axis, ``"x"`` or ``"y"``, with plain numbers at ``ticks``, or at 1, 2 and 5 times the powers of
-    ten.
-    """
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
-
-    axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    low, high = axis.get_view_interval()
-    narrow = high / low < 1e3
-    axis.set_major_locator(
-        FixedLocator(ticks) if ticks else LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12)
-    )
-    axis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_minor_formatter(NullFormatter())
-
-
-def draw(plot: Callable[[Figure], None], size: tuple[float, float], path: Path) -> None:
-    """Lets ``plot`` draw on a figure of ``size`` inches and writes it."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
-        plot(figure)
-        figure.savefig(path, dpi=130)
-
-
 @dataclass(frozen=True, slots=True)
 class Goal:
     """One line at the end of a run: a figure and what it should be."""
@@ -386,7 +288,11 @@ class Goal:
 
 def machine_facts(threads: int) -> dict[str, Any]:
     """What a reader must know about the machine; no host names, no paths."""
-    models = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -399,15 +305,8 @@ def machine_facts(threads: int) -> dict[str, Any]:
     }
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:  # not Linux
-        return []
-
-
 class Report:
-    """What a run shows and leaves: tables on the screen and as text, figures as JSON, a plot, and a line per goal."""
+    """What a run shows and leaves: tables on the screen and as text, figures as JSON, and a line per goal."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.name = name
@@ -465,10 +364,8 @@ class Report:
                 yield item
                 advance()
 
-    def finish(
-        self, results: object, goals: Sequence[Goal], plot: Callable[[Figure], None], size: tuple[float, float]
-    ) -> None:
-        """Writes everything; ``plot`` draws on a figure of ``size`` inches."""
+    def finish(self, results: object, goals: Sequence[Goal]) -> None:
+        """Writes everything."""
         self.facts |= {
             "load_after": os.getloadavg()[0],
             "seconds": round(time.perf_counter() - self._begin, 1),
@@ -478,16 +375,16 @@ class Report:
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         place = self.folder / self.name
-        place.with_suffix(".json").write_text(json.dumps(self.facts, indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(self.facts, indent=1, ensure_ascii=False, default=asdict)
+        place.with_suffix(".json").write_text(text + "\n")
         place.with_suffix(".txt").write_text(self._text(goals))
-        draw(plot, size, place.with_suffix(".png"))
         self.console.print(self._machine_line(), markup=False, highlight=False)
         if self.facts["options"]["quick"]:
             self.console.print("--quick shows that everything runs: its figures mean nothing.")
         for goal in goals:
             self.console.print(str(goal), markup=False, highlight=False, soft_wrap=True)
         shown = self.folder.relative_to(ROOT) if self.folder.is_relative_to(ROOT) else self.folder
-        self.console.print(f"wrote {shown}/{self.name}.json, .txt and .png", soft_wrap=True)
+        self.console.print(f"wrote {shown}/{self.name}.json and .txt", soft_wrap=True)
 
     def _machine_line(self) -> str:
         facts = self.facts["machine"]
@@ -518,38 +415,21 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
         default=None,
         help="folder of the results (default benchmarks/results, with --quick runs/bench)",
     )
-    parser.add_argument(
-        "--redraw", action="store_true", help="measure nothing: draw the figure again from the JSON file"
-    )
     return parser
-
-
-def _no_options(parser: argparse.ArgumentParser) -> None:
-    """A benchmark without options of its own."""
-
-
-def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """A benchmark whose options need no further defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark(Generic[_Results]):
-    """A script: what it measures, how it shows the results, which goals it checks, and what it plots.
-
-    ``main`` calls, once and in this order: ``add_options``, ``settle_options``, ``measure``, ``show``, ``goals``,
-    ``to_json`` and ``plot``. A ``measure`` that takes long may itself show tables as they become complete.
+    """A script: what it measures, how it shows the results, and which goals it checks, in this order.
 
     Attributes:
         name: name of the script and of its files.
         about: its docstring, shown by ``--help``.
-        measure: from the options to the results.
+        measure: from the options to the results: plain data or dataclasses. It may show tables as they become complete.
         show: adds tables and notes to the report.
         goals: figures beside what they should be.
-        plot: draws the results on a figure, from what ``to_json`` makes of them, so that ``--redraw`` can repeat it.
-        size: inches of that figure.
         add_options: adds options to those that all benchmarks have.
         settle_options: fills in defaults that depend on ``--quick``, and refuses what makes no sense.
-        to_json: the results as plain data.
     """
 
     name: str
@@ -557,11 +437,8 @@ class Benchmark(Generic[_Results]):
     measure: Callable[[argparse.Namespace, Report], _Results]
     show: Callable[[_Results, Report], None]
     goals: Callable[[_Results, argparse.Namespace], list[Goal]]
-    plot: Callable[[Any, Figure], None]
-    size: tuple[float, float]
-    add_options: Callable[[argparse.ArgumentParser], None] = _no_options
-    settle_options: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = _as_given
-    to_json: Callable[[_Results], object] = lambda results: results
+    add_options: Callable[[argparse.ArgumentParser], None]
+    settle_options: Callable[[argparse.ArgumentParser, argparse.Namespace], None] = lambda parser, options: None
 
     def main(self) -> None:
         """Runs the benchmark with the options of the command line."""
@@ -571,12 +448,6 @@ class Benchmark(Generic[_Results]):
         self.settle_options(parser, options)
         torch.set_num_threads(options.threads)
         report = Report(self.name, options)
-        if options.redraw:
-            place = report.folder / self.name
-            data = json.loads(place.with_suffix(".json").read_text())["results"]
-            draw(lambda figure: self.plot(data, figure), self.size, place.with_suffix(".png"))
-            return
         results = self.measure(options, report)
         self.show(results, report)
-        data = json.loads(json.dumps(self.to_json(results)))
-        report.finish(data, self.goals(results, options), lambda figure: self.plot(data, figure), self.size)
+        report.finish(results, self.goals(results, options))

@@ -1,5 +1,5 @@
-"""All optimizers that step the same weights: meshmuon, torch, packages from PyPI, plain baselines of our own, and
-AdamW.
+"""All optimizers that step the same weights: meshmuon, torch, packages from PyPI, plain Muon and AdamW; and the models
+whose weights these are.
 
 Before the timing starts, the update that each made is computed from its weights and compared with meshmuon's. All whose
 scheme is ``keller`` take Keller Jordan's coefficients and five steps, and make the same update. The others make another
@@ -15,39 +15,18 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.optim._muon as torch_muon
-from common import (
-    KELLER,
-    Step,
-    float32_newton_schulz,
-    worst_error,
-)
-from models import Model
+from common import KELLER, Step, float32_newton_schulz, worst_error
 from torch import Tensor, nn
 
 from meshmuon import Muon
-from meshmuon.ortho import Form, SchemeName
-
-__all__ = [
-    "CONTENDERS",
-    "FLOOR",
-    "OURS",
-    "SAME",
-    "Contender",
-    "Entrant",
-    "PlainMuon",
-    "available",
-    "differences",
-    "enter",
-    "error_by_svd",
-    "patched",
-]
+from meshmuon.ortho import SchemeName
 
 LR, MOMENTUM, DECAY, EPS, STEPS = 1e-3, 0.95, 0.1, 1e-7, 5
 FP32, BF16 = "fp32", "bf16"
@@ -59,6 +38,68 @@ SAME: SchemeName = "keller"  # the scheme of all that make the same update
 FLOOR = "torch.optim.AdamW, fused"
 
 Make = Callable[[list[nn.Parameter]], Callable[[], object]]
+
+
+Shape = tuple[int, ...]
+
+
+def gpt_matrices(layers: int, width: int) -> list[tuple[int, int]]:
+    per_layer = [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)]
+    return per_layer * layers
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Weights that Muon steps.
+
+    Attributes:
+        name: of the model.
+        about: what was taken of it.
+        shapes: of the parameters; three dims are a stack of experts, four a convolution filter.
+        count: matrices of the whole model, for the host time.
+        costly: whether a step takes seconds; then only the contenders that may be the fastest take part.
+    """
+
+    name: str
+    about: str
+    shapes: tuple[Shape, ...]
+    count: int
+    costly: bool = False
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of each matrix, for contenders that take nothing but matrices."""
+        matrices: list[tuple[int, int]] = []
+        for shape in self.shapes:
+            experts, matrix = (shape[0], shape[1:]) if len(shape) == 3 else (1, shape)
+            matrices += [(matrix[0], math.prod(matrix[1:]))] * experts
+        return matrices
+
+
+def _vit(width: int, stem: tuple[int, ...], blocks: int) -> tuple[Shape, ...]:
+    channels = (3, *stem)
+    convolutions = [(after, before, 3, 3) for before, after in zip(channels, stem, strict=False)]
+    return (*convolutions, (width, stem[-1], 4, 4), *gpt_matrices(blocks, width))
+
+
+MODELS = (
+    Model("GPT-2 small", "1 of 12 layers, width 768", tuple(gpt_matrices(1, 768)), 72),
+    Model(
+        "Llama-like 1B",
+        "q, k, v, o and one of three MLP matrices of one of 16 layers, width 2048",
+        ((2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (8192, 2048)),
+        112,
+        costly=True,
+    ),
+    Model("MoE", "64 experts of 512×256 in one parameter", ((64, 512, 256),), 64),
+    Model("ViT", "convolution stem, patches of 4×4, 3 of 12 blocks, width 384", _vit(384, (64, 128, 256), 3), 76),
+)
+
+QUICK_MODELS = (
+    Model("GPT", "1 layer, width 64", tuple(gpt_matrices(1, 64)), 12),
+    Model("MoE", "6 experts of 32×16 in one parameter", ((6, 32, 16),), 6),
+    Model("ViT", "convolution stem, 1 block, width 48", _vit(48, (8, 16), 1), 9),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,28 +143,25 @@ class Contender:
         return (before * kept - after) / (LR * factor)
 
 
-def _ours(params: list[nn.Parameter], form: Form = "auto", scheme: SchemeName = SAME) -> Callable[[], object]:
+def _ours(params: list[nn.Parameter], scheme: SchemeName = SAME) -> Callable[[], object]:
     names = [f"layers.{k}.experts.weight" if p.dim() == 3 else f"layers.{k}.weight" for k, p in enumerate(params)]
     group = {"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"], "conv": "flatten"}
-    optimizer = Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False, compute_dtype=torch.float32)
-    optimizer._settings = replace(optimizer._settings, form=form)
-    optimizer._reset()
-    return optimizer.step
+    return Muon([group], lr=LR, weight_decay=DECAY, scheme=scheme, none_grad=False, compute_dtype=torch.float32).step
 
 
-def _torch_muon(params: list[nn.Parameter]) -> Callable[[], object]:
+def torch_shipped(params: list[nn.Parameter]) -> Callable[[], object]:
     return torch.optim.Muon(params, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw").step
 
 
-def _torch_muon_fp32(params: list[nn.Parameter]) -> Callable[[], object]:
-    return patched(_torch_muon(params), (torch_muon, "_zeropower_via_newtonschulz", float32_newton_schulz))
+def torch_float32(params: list[nn.Parameter]) -> Callable[[], object]:
+    return patched(torch_shipped(params), (torch_muon, "_zeropower_via_newtonschulz", float32_newton_schulz))
 
 
 class PlainMuon:
     """Muon in a few lines: momentum, Newton–Schulz, scale; matrix by matrix, with no buffer reused."""
 
-    def __init__(self, params: list[nn.Parameter], orthogonalise: Callable[[Tensor], Tensor]) -> None:
-        self.params, self.orthogonalise = params, orthogonalise
+    def __init__(self, params: list[nn.Parameter], iteration: Callable[[Tensor], Tensor]) -> None:
+        self.params, self.iteration = params, iteration
         self.momentum = [torch.zeros_like(param) for param in params]
 
     @torch.no_grad()
@@ -133,19 +171,17 @@ class PlainMuon:
             grad = param.grad
             assert grad is not None
             momentum.lerp_(grad, 1 - MOMENTUM)
-            update = self.orthogonalise(grad.lerp(momentum, MOMENTUM))
+            update = self._orthogonalise(grad.lerp(momentum, MOMENTUM))
             param.mul_(1 - LR * DECAY)
             param.add_(update, alpha=-LR * max(1.0, param.size(0) / param.size(1)) ** 0.5)
 
-
-def _wide(grad: Tensor, iteration: Callable[[Tensor], Tensor]) -> Tensor:
-    """Five times ``iteration`` on the normalised matrix with rows ≤ columns."""
-    tall = grad.size(0) > grad.size(1)
-    x = grad.mT if tall else grad
-    x = x / (x.norm() + EPS)
-    for _ in range(STEPS):
-        x = iteration(x)
-    return x.mT if tall else x
+    def _orthogonalise(self, update: Tensor) -> Tensor:
+        tall = update.size(0) > update.size(1)
+        x = update.mT if tall else update
+        x = x / (x.norm() + EPS)
+        for _ in range(STEPS):
+            x = self.iteration(x)
+        return x.mT if tall else x
 
 
 def _keller_iteration(x: Tensor) -> Tensor:
@@ -154,16 +190,8 @@ def _keller_iteration(x: Tensor) -> Tensor:
     return a * x + (b * gram + c * (gram @ gram)) @ x
 
 
-def _literal_iteration(x: Tensor) -> Tensor:
-    """The formula read from left to right: a·X + b·(XXᵀ)X + c·(XXᵀ)(XXᵀ)X, each product with X on its own."""
-    a, b, c = KELLER
-    gram = x @ x.mT
-    cubed = gram @ x
-    return a * x + b * cubed + c * (gram @ cubed)
-
-
 def _plain(params: list[nn.Parameter], iteration: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-    return PlainMuon(params, partial(_wide, iteration=iteration)).step
+    return PlainMuon(params, iteration).step
 
 
 def patched(step: Callable[[], object], *patches: tuple[Any, str, Any], eager: bool = False) -> Callable[[], object]:
@@ -186,13 +214,13 @@ def _keller_package(params: list[nn.Parameter]) -> Callable[[], object]:
     return patched(step, (Tensor, "bfloat16", Tensor.float))
 
 
-def _pytorch_optimizer(params: list[nn.Parameter], method: str) -> Callable[[], object]:
+def _pytorch_optimizer(params: list[nn.Parameter]) -> Callable[[], object]:
     package: Any = importlib.import_module("pytorch_optimizer")
     base: Any = importlib.import_module("pytorch_optimizer.optimizer.muon.base")
     groups = [{"params": params, "use_muon": True}]
-    step = package.Muon(groups, lr=LR, weight_decay=DECAY, use_adjusted_lr=True, ns_method=method).step
-    names = ("zero_power_via_newton_schulz_5", "zero_power_via_gram_newton_schulz")
-    return patched(step, *((base, name, partial(getattr(base, name), dtype=torch.float32)) for name in names))
+    step = package.Muon(groups, lr=LR, weight_decay=DECAY, use_adjusted_lr=True, ns_method="gram_newton_schulz").step
+    name = "zero_power_via_gram_newton_schulz"
+    return patched(step, (base, name, partial(getattr(base, name), dtype=torch.float32)))
 
 
 def _muonium(params: list[nn.Parameter]) -> Callable[[], object]:
@@ -209,17 +237,13 @@ def _adamw(params: list[nn.Parameter]) -> Callable[[], object]:
 
 CONTENDERS = (
     Contender(OURS, _ours, whole=True, cheap_only=False),
-    Contender("meshmuon, standard form", partial(_ours, form="standard"), whole=True, differs="standard form"),
-    Contender("torch.optim.Muon, fp32", _torch_muon_fp32, differs="products kept in float32", cheap_only=False),
-    Contender("torch.optim.Muon, as shipped", _torch_muon, BF16, differs="products in bfloat16"),
+    Contender("torch.optim.Muon, fp32", torch_float32, differs="products kept in float32", cheap_only=False),
+    Contender("torch.optim.Muon, as shipped", torch_shipped, BF16, differs="products in bfloat16"),
     Contender(
         "Keller Jordan's, plain",
         partial(_plain, iteration=_keller_iteration),
         original=True,
         differs="scale √(rows/cols)",
-    ),
-    Contender(
-        "naive", partial(_plain, iteration=_literal_iteration), original=True, differs="the formula read literally"
     ),
     Contender(
         "muon-optimizer, fp32",
@@ -229,14 +253,8 @@ CONTENDERS = (
         differs="products kept in float32, scale √(rows/cols), overwrites gradients",
     ),
     Contender(
-        "pytorch-optimizer, fp32",
-        partial(_pytorch_optimizer, method="newton_schulz"),
-        package="pytorch_optimizer",
-        differs="products kept in float32, equal shapes stacked, overwrites gradients",
-    ),
-    Contender(
         "pytorch-optimizer Gram, fp32",
-        partial(_pytorch_optimizer, method="gram_newton_schulz"),
+        _pytorch_optimizer,
         package="pytorch_optimizer",
         differs="products kept in float32, Gram form with one restart, overwrites gradients",
         cheap_only=False,
@@ -255,10 +273,10 @@ CONTENDERS = (
             partial(_ours, scheme=scheme),
             scheme=scheme,
             whole=True,
-            cheap_only=scheme == "halley",
+            cheap_only=False,
             differs=f"scheme {scheme}",
         )
-        for scheme in ("polar_express", "zolotarev", "hybrid", "halley", "auto")
+        for scheme in ("polar_express", "auto")
     ),
     Contender(FLOOR, _adamw, differs="another optimizer: the floor", is_muon=False, cheap_only=False),
 )

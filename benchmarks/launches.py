@@ -16,18 +16,13 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import (
-    Goal,
-    Report,
-    log_axis,
-)
+from common import Goal, Report
 
 from meshmuon.tools.predict.launches import Launches
-from meshmuon.tools.predict.prediction import SECONDS_PER_LAUNCH
 from meshmuon.tools.simulate.description import load_model
 from meshmuon.tools.simulate.inputs import load_machine
 from meshmuon.tools.simulate.sharding import MeshAxes
@@ -40,15 +35,11 @@ from torch.distributed.tensor import Shard
 from tests.support.happens_before.launches import CountedStep, count_launches
 from tests.support.happens_before.programs import Program, ProgramParam
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# Model, mesh, launches per rank and step before elementwise work was fused and batches followed the device (estimated),
-# goal.
+# model, mesh, launches per rank and step at most
 MODELS = (
-    ("llama3-8b", "dp_shard=64", 2000, 350),
-    ("qwen3-235b-a22b", "dp_shard=128", 16000, 1200),
-    ("kimi-k2", "dp_shard=128,ep=128", 31000, 2500),
+    ("llama3-8b", "dp_shard=64", 350),
+    ("qwen3-235b-a22b", "dp_shard=128", 1200),
+    ("kimi-k2", "dp_shard=128,ep=128", 2500),
 )
 ROWS, BFLOAT16, FLOAT32 = (Shard(0),), torch.bfloat16, torch.float32
 
@@ -64,14 +55,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
     machine = load_machine(options.hardware)
     rows = []
-    for name, mesh, before, most in report.each(options.models, lambda model: str(model[0])):
+    for name, mesh, most in report.each(options.models, lambda model: str(model[0])):
         muon = MuonOptions(param_dtype=BFLOAT16)
         model, axes = load_model(name), MeshAxes.parse(mesh)
         (planned,) = plan_cluster(model, axes, muon, machine)
         stage = SimulatedStage.of(planned, machine, muon)
         rank, largest = max(stage.launches.items(), key=lambda item: item[1].total)
         matrices = sum(rank in task.sharded.holdings for task in planned.plan.tasks)  # that it holds, whole or a piece
-        rows.append({"case": f"{model.title}, {mesh}", "before": before, "most": most, **facts_of(largest, matrices)})
+        rows.append({"case": f"{model.title}, {mesh}", "most": most, **facts_of(largest, matrices)})
     return rows + small_cases()
 
 
@@ -86,7 +77,6 @@ def facts_of(launches: Launches, matrices: int) -> dict[str, Any]:
         "beside_per_matrix": beside / matrices,
         "batches": len(sizes),
         "batch_sizes": [min(sizes), max(sizes)],
-        "host_seconds": launches.total * SECONDS_PER_LAUNCH,
     }
 
 
@@ -104,19 +94,19 @@ def small_cases() -> list[dict[str, Any]]:
     """Programs whose launches and bytes are counted on stand-ins, on their first rank."""
 
     experts = tuple(ProgramParam(f"layers.{k}.experts.weight", (16, 16, 32), ROWS, dtype=BFLOAT16) for k in range(2))
-    cases: list[tuple[str, tuple[ProgramParam, ...], dict[str, Any], float | None]] = [
-        ("FSDP2, 16 matrices, bfloat16", weights(BFLOAT16), {}, 168),
-        ("FSDP2, 16 matrices, float32", weights(FLOAT32), {}, 58),
-        ("the same, bfloat16, stochastic rounding", weights(BFLOAT16), {"rounding": "stochastic"}, None),
-        ('the same, bfloat16, nonfinite="skip"', weights(BFLOAT16), {"nonfinite": "skip"}, None),
-        ("16 whole experts, one per batch", experts, {"chunk_size": 1}, 587),
-        ("16 whole experts, one batch", experts, {}, 587),
+    cases: list[tuple[str, tuple[ProgramParam, ...], dict[str, Any]]] = [
+        ("FSDP2, 16 matrices, bfloat16", weights(BFLOAT16), {}),
+        ("FSDP2, 16 matrices, float32", weights(FLOAT32), {}),
+        ("the same, bfloat16, stochastic rounding", weights(BFLOAT16), {"rounding": "stochastic"}),
+        ('the same, bfloat16, nonfinite="skip"', weights(BFLOAT16), {"nonfinite": "skip"}),
+        ("16 whole experts, one per batch", experts, {"chunk_size": 1}),
+        ("16 whole experts, one batch", experts, {}),
     ]
     rows = []
-    for name, params, options, before in cases:
+    for name, params, options in cases:
         held = sum(math.prod(param.shape) for param in params) // 2
         facts = counted_facts(counted_step(params, **options), held)
-        rows.append({"case": name, "before": before, "most": None, **facts})
+        rows.append({"case": name, "most": None, **facts})
     return rows
 
 
@@ -139,7 +129,6 @@ def counted_facts(counted: CountedStep, elements: int) -> dict[str, Any]:
         "beside_per_matrix": (counted.launches - products) / 16,
         "batches": functions["normalise"] // 2,
         "batch_sizes": None,
-        "host_seconds": counted.launches * SECONDS_PER_LAUNCH,
         "host_operations": counted.host_operations,
         "bytes_per_element": counted.bytes_of("copy_momenta", "fill", "apply") / elements,
     }
@@ -149,7 +138,6 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
     columns = (
         "case",
         "launches",
-        "before",
         "at most",
         "per matrix",
         "products",
@@ -158,7 +146,6 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
         "batches",
         "bytes",
         "host operations",
-        "host",
     )
     report.table("launches per rank and step, on the rank with most", columns, [_cells(row) for row in rows])
     report.note(
@@ -169,22 +156,17 @@ def show(rows: list[dict[str, Any]], report: Report) -> None:
         "were finite (4 fewer otherwise). Batches: how many, of how many matrices."
     )
     report.note("host operations: calls of torch that launch nothing, such as views; without those of the exchanges.")
-    report.note(
-        f"host: launches × {1e6 * SECONDS_PER_LAUNCH:.0f} µs, an estimate. Before: estimated for models, counted for "
-        "programs."
-    )
 
 
 def _cells(row: dict[str, Any]) -> Sequence[str]:
     sizes = "" if row["batch_sizes"] is None else " of {}–{}".format(*row["batch_sizes"])
     counted = (f"{row['bytes_per_element']:.1f}", str(row["host_operations"])) if "host_operations" in row else ("", "")
-    launches, before, most, products, beside = (
-        f"{row[key]:,}" if row[key] else "" for key in ("launches", "before", "most", "products", "beside")
+    launches, most, products, beside = (
+        f"{row[key]:,}" if row[key] else "" for key in ("launches", "most", "products", "beside")
     )
     per_matrix, beside_per_matrix = (f"{row[key]:.2f}" for key in ("per_matrix", "beside_per_matrix"))
-    host = f"{1e3 * row['host_seconds']:.2f} ms"
     batches = f"{row['batches']}{sizes}"
-    return row["case"], launches, before, most, per_matrix, products, beside, beside_per_matrix, batches, *counted, host
+    return row["case"], launches, most, per_matrix, products, beside, beside_per_matrix, batches, *counted
 
 
 def goals(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[Goal]:
@@ -211,24 +193,5 @@ def goals(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[Goal]
     ]
 
 
-def plot(rows: list[dict[str, Any]], figure: Figure) -> None:
-    axes = figure.subplots()
-    names = [row["case"] for row in rows]
-    kinds = (("before", "naive", "before"), ("launches", "ours", "now"), ("most", "floor", "at most"))
-    for k, (key, colour, label) in enumerate(kinds):
-        axes.barh(
-            [i + 0.27 * (k - 1) for i in range(len(rows))],
-            [row[key] or 0 for row in rows],
-            0.26,
-            color=common.COLOURS[colour],
-            label=label,
-        )
-    axes.set_yticks(range(len(rows)), names)
-    axes.invert_yaxis()
-    log_axis(axes, "x", [10, 100, 1000, 10000])
-    axes.set_xlabel("launches per rank and step")
-    axes.legend()
-
-
 if __name__ == "__main__":
-    common.Benchmark("launches", __doc__, measure, show, goals, plot, (9, 5), add_options, settle_options).main()
+    common.Benchmark("launches", __doc__, measure, show, goals, add_options, settle_options).main()

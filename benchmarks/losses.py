@@ -21,16 +21,13 @@ import tempfile
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import common  # first: it sets what torch reads when it starts
-from common import COLOURS, Goal, Report
+from common import Goal, Report
 
 sys.path.insert(0, str(common.ROOT / "examples"))
 import train_gpt
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SMALL = ("--d-model", "64", "--layers", "2", "--heads", "2", "--seq-len", "64", "--batch-size", "32")
 TINY = ("--d-model", "16", "--layers", "1", "--heads", "2", "--d-ff", "32", "--seq-len", "32", "--batch-size", "2")
@@ -101,19 +98,6 @@ def goals_of(results: Results, options: argparse.Namespace) -> list[Goal]:
     return goals
 
 
-def plot(results: Results, figure: Figure) -> None:
-    axes = figure.subplots()
-    shown = [(lr, variant) for lr, variant in cases(results) if variant != results[0]["variant"]]
-    for place, (lr, variant) in enumerate(shown):
-        values = differences(results, lr, variant)
-        axes.plot(values, [place] * len(values), "o", color=COLOURS["others"], ms=4)
-        axes.plot([statistics.mean(values)], [place], "|", color=COLOURS["ours"], ms=16, mew=3)
-    axes.set_yticks(range(len(shown)), [f"{variant}, lr {lr:g}" for lr, variant in shown])
-    axes.axvline(0.0, color=COLOURS["line"], lw=0.8, ls="--")
-    axes.set_title("Dots: seeds. Bar: their mean")
-    axes.set_xlabel(f"final validation loss minus that of {results[0]['variant']}, same seed (left is better)")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--variant", action="append", help="flags of the demo, once for each variant (default: schemes)"
@@ -133,9 +117,5 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
         options.lrs = options.lrs[:1]
 
 
-BENCHMARK = common.Benchmark(
-    "losses", __doc__, measure, show, goals_of, plot, (7, 4), add_options=add_options, settle_options=settle_options
-)
-
 if __name__ == "__main__":
-    BENCHMARK.main()
+    common.Benchmark("losses", __doc__, measure, show, goals_of, add_options, settle_options).main()

@@ -11,22 +11,30 @@ them. Bytes and buffers are counted where they are sent and allocated. Ratios of
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from common import COLOURS, Benchmark, Goal, Report, ratio
+import common  # first: it sets what torch reads when it starts
+import torch
+import torch.distributed as dist
+from common import Goal, Report, ratio
+from ranks import ModelLayout, Runner, Wire, layouts_for, make, run_rank, run_ranks
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from meshmuon import Muon
+from meshmuon.tools.doctor.context import Context, DoctorOptions
+from meshmuon.tools.doctor.measurements import calibrate
+from meshmuon.tools.predict.calibration import Calibration
+from meshmuon.tools.predict.prediction import predict
 
-WORKER = Path(__file__).with_name("predicted_ranks.py")
+sys.path.insert(0, str(common.ROOT))  # for the counts
+from tests.support.counting import buffer_bytes, bytes_sent
+
+OPTIONS = ("layers", "width", "rounds", "threads")
+SCHEME = "meshmuon, auto"
+EXCHANGE_BUFFERS = ("shards", "gathered", "results", "sent", "received", "averages")
 COLUMNS = (
     "ranks",
     "layout",
@@ -40,25 +48,81 @@ COLUMNS = (
 )
 
 
-def run_world(world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs one number of ranks under torchrun."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(world),
-            str(WORKER),
-        ]
-        for name in ("layers", "width", "rounds", "threads"):
-            command += [f"--{name}", str(getattr(options, name))]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-        subprocess.run([*command, "--out", str(out)], check=True, env=environment, timeout=options.timeout)
-        results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
-    return results
+def rates_for(shapes: Iterable[tuple[int, ...]]) -> Calibration:
+    """The doctor's measurements, with matrices of these shapes, summarised on every rank alike."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    options = DoctorOptions(quick=True, shapes=tuple(sorted({(shape[-2], shape[-1]) for shape in shapes})))
+    return calibrate(Context(options, dist.get_rank(), dist.get_world_size(), store, torch.device("cpu"), "here"))
+
+
+def by_rank(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def optimizer_of(runner: Runner) -> Muon:
+    assert isinstance(runner.optimizer, Muon)
+    return runner.optimizer
+
+
+def held_buffers(optimizer: Muon) -> int:
+    """Bytes of the exchange buffers that the executor really holds."""
+    flat = optimizer._executor._workspace._flat  # type: ignore[attr-defined]
+    return sum(t.numel() * t.element_size() for (name, _, _), t in flat.items() if name.split()[0] in EXCHANGE_BUFFERS)
+
+
+def counts(layout: ModelLayout, runner: Runner, wire: Wire) -> dict[str, Any]:
+    """Bytes and buffers of every rank, predicted and found."""
+    wire.reset()
+    runner.step.before()
+    runner.step.run()
+    plan = optimizer_of(runner).plan()
+    found = by_rank((wire.sent, held_buffers(optimizer_of(runner))))
+    planned_bytes = bytes_sent(plan, averages=layout.data_parallel)
+    planned_buffers = buffer_bytes(plan, averages=layout.data_parallel)
+    return {
+        "waves": len(plan.wave_lanes),
+        "matrices": len(plan.tasks),
+        "bytes": {"predicted": list(planned_bytes.values()), "measured": [sent for sent, _ in found]},
+        "buffers": {"predicted": list(planned_buffers.values()), "measured": [held for _, held in found]},
+        "layout": layout.name,
+        "ranks": dist.get_world_size(),
+        "predicted_s": [],
+        "measured_s": [],
+        "parts": [],
+    }
+
+
+def measure_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """On one rank. Rounds alternate: measure rates with all ranks at work, then step every layout.
+
+    Each round predicts its own steps, so that a machine that slows down slows down both.
+    """
+    world, wire = dist.get_world_size(), Wire()
+    layouts = layouts_for(world)
+    runners = {layout.name: make(SCHEME, layout, layout.shapes(options.layers, options.width)) for layout in layouts}
+    for _ in range(2):  # the first step makes plans and buffers
+        for runner in runners.values():
+            runner.step.before()
+            runner.step.run()
+    results = {layout.name: counts(layout, runners[layout.name], wire) for layout in layouts}
+    steps = {name: runner.step for name, runner in runners.items()}
+    plans = {name: optimizer_of(runner).plan() for name, runner in runners.items()}
+    shapes = [tuple(param.shape) for runner in runners.values() for param in runner.params]
+    calibrations = [rates_for(shapes)]
+    for _ in range(options.rounds):
+        wire.reset()
+        times = common.race(steps, 3, warmups=0, barrier=dist.barrier)
+        if options.rounds > 1:  # a single round is a try
+            calibrations.append(rates_for(shapes))
+        for layout in layouts:
+            plan, result = plans[layout.name], results[layout.name]
+            around = [predict(plan, rates, averages=layout.data_parallel) for rates in calibrations[-2:]]
+            result["predicted_s"].append(statistics.mean(prediction.seconds for prediction in around))
+            result["parts"].append(around[-1].seconds_by_kind)
+            result["measured_s"].append(statistics.median(times[layout.name].wall))
+    return list(results.values())
 
 
 def exact(result: dict[str, Any], what: str) -> bool:
@@ -103,21 +167,10 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     ]
 
 
-def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
-    axes = figure.subplots()
-    names = [f"{result['layout']}, {result['ranks']}" for result in results]
-    for offset, key, colour in ((-0.2, "measured_s", COLOURS["ours"]), (0.2, "predicted_s", COLOURS["others"])):
-        values = [statistics.median(result[key]) * 1e3 for result in results]
-        axes.bar([k + offset for k in range(len(names))], values, 0.4, color=colour, label=key.removesuffix("_s"))
-    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    axes.set_ylabel("ms per step")
-    axes.legend()
-
-
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for world in report.each(options.worlds, lambda world: f"{world} ranks"):
-        results += run_world(world, options)
+        results += run_ranks(Path(__file__), world, options, OPTIONS)
     return results
 
 
@@ -138,17 +191,8 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     options.rounds = options.rounds or (1 if options.quick else 9)
 
 
-BENCHMARK = Benchmark(
-    name="predictions",
-    about=__doc__,
-    measure=measure,
-    show=show,
-    goals=goals_of,
-    plot=plot,
-    size=(9.0, 4.5),
-    add_options=add_options,
-    settle_options=settle_options,
-)
-
 if __name__ == "__main__":
-    BENCHMARK.main()
+    if dist.is_torchelastic_launched():  # by this very script
+        run_rank(measure_rank, OPTIONS)
+    else:
+        common.Benchmark("predictions", __doc__, measure, show, goals_of, add_options, settle_options).main()

@@ -1,4 +1,7 @@
-"""One rank of the sharded benchmark; ``sharded.py`` starts it under torchrun."""
+"""One rank of the sharded benchmark; ``sharded.py`` starts it under torchrun.
+
+Here too: layouts, what goes through the process group, and how a script is started on ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,187 @@ import argparse
 import gc
 import json
 import logging
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
 from common import KELLER, Samples, Step, float32_newton_schulz, quartiles, race, ratio
-from layouts import ModelLayout, layouts_for, values_of
+from contenders import gpt_matrices
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from wire import Wire
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshmuon import DistMuon, Muon, Workspace, keller, orthogonalize
 from meshmuon.device import memory_budget_for
-from meshmuon.tools.doctor.context import Context, DoctorOptions
-from meshmuon.tools.doctor.measurements import calibrate
-from meshmuon.tools.predict.calibration import Calibration
+from meshmuon.transport import Agreement, Vote
 
+OPTIONS = ("layers", "width", "rounds", "tiny", "cores", "threads")
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
 OURS, NAIVE, REFERENCE, PURE, ALONE = "meshmuon", "naive", "reference", "pure work", "exchanges alone"
-CHOSEN, CHOSEN_ALONE = "meshmuon, plan chosen by measured rates", "its exchanges alone"
 # other updates: compared with each other alone
 SCHEMES = {"meshmuon, polar_express": "polar_express", "meshmuon, auto": "auto"}
 TOLERANCE = 1e-3  # of the update, relative to its largest entry
+DATA_PARALLEL = "DistMuon"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """A layout of all parameters.
+
+    Attributes:
+        name: in tables.
+        mesh: shape of the mesh.
+        placements: placements of the parameters; parameter k has number k modulo their count.
+        pieces: how many ranks share a matrix within a replica.
+        replicas: copies of each matrix.
+        experts: the model is stacks of experts.
+    """
+
+    name: str
+    mesh: tuple[int, ...]
+    placements: tuple[tuple[Placement, ...], ...]
+    pieces: int
+    replicas: int = 1
+    experts: bool = False
+
+    @property
+    def data_parallel(self) -> bool:
+        """Whether every rank has whole weights and gradients of its own."""
+        return self.name == DATA_PARALLEL
+
+    def shapes(self, layers: int, width: int) -> list[tuple[int, ...]]:
+        """Shapes of the parameters."""
+        if self.experts:
+            return [(16, width, width // 2)] * max(1, layers // 2)
+        return [*gpt_matrices(layers, width)]
+
+    def place(self, value: Tensor, index: int) -> Tensor:
+        """The parameter ``index`` as this rank holds it."""
+        if self.data_parallel:
+            return value
+        placements = self.placements[index % len(self.placements)]
+        return distribute_tensor(value, _mesh(self.mesh), placements, src_data_rank=None)
+
+    def bound(self, elements: int) -> float:
+        """Bytes that a rank sends at least, on average, when each matrix is orthogonalised once.
+
+        The owner lacks all but its own piece of the matrix, and every holder but the owner lacks the result.
+        """
+        world = dist.get_world_size()
+        if self.data_parallel:  # every rank's gradient to the owner, the weights to every rank
+            return 4 * elements * 2 * (world - 1) / world
+        return 4 * elements * (1 + self.replicas - 2 / self.pieces) / world
+
+
+@lru_cache
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+def layouts_for(world: int) -> list[ModelLayout]:
+    """The layouts that make sense on that many ranks."""
+    layouts = [ModelLayout("FSDP2", (world,), ((Shard(0),),), world)]
+    if world > 1:
+        layouts.append(ModelLayout(DATA_PARALLEL, (world,), (), 1, world))
+    if world >= 4 and world % 2 == 0:
+        half = world // 2
+        column_wise, row_wise = (_StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Shard(1))
+        layouts += [
+            ModelLayout("HSDP", (2, half), ((Replicate(), Shard(0)),), half, 2),
+            ModelLayout("TP×FSDP", (half, 2), (column_wise, row_wise), world),
+            ModelLayout("EP×FSDP, cut", (half, 2), ((Shard(1), Shard(0)),), half, experts=True),
+            ModelLayout("EP×FSDP, whole", (half, 2), ((_StridedShard(0, split_factor=2), Shard(0)),), 1, experts=True),
+        ]
+    return layouts
+
+
+def values_of(layout: ModelLayout, shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights, the same on all ranks, and gradients: the same, or each rank's own where the optimizer averages."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes]
+    own = torch.Generator().manual_seed(1 + dist.get_rank() * layout.data_parallel)
+    return weights, [torch.randn(shape, generator=own) for shape in shapes]
+
+
+class _Timed:
+    """A collective under way, whose waiting is added up."""
+
+    def __init__(self, work: Any, wire: Wire) -> None:
+        self._work, self._wire = work, wire
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Waits and counts."""
+        begin = time.perf_counter()
+        try:
+            self._work.wait(*timeout)
+        finally:
+            self._wire.waited += time.perf_counter() - begin
+
+    def is_completed(self) -> bool:
+        """As torch's."""
+        return bool(self._work.is_completed())
+
+
+class Wire:
+    """Counts the ragged exchanges and the small agreements of this process from now on."""
+
+    def __init__(self) -> None:
+        self.waited, self.agreements = 0.0, 0
+        self.exchanges: list[tuple[Tensor, Tensor, list[int], list[int], Any]] = []
+        self._exchange: Callable[..., Any] = dist.all_to_all_single
+        self._vote: Callable[[Agreement, Vote], Vote] = Agreement.decide
+        dist.all_to_all_single = self._counted_exchange  # type: ignore[assignment]
+        wire = self
+
+        def counted_vote(agreement: Agreement, vote: Vote) -> Vote:
+            wire.agreements += 1
+            return wire._vote(agreement, vote)
+
+        Agreement.decide = counted_vote  # type: ignore[assignment, method-assign]
+
+    def reset(self) -> None:
+        """Starts counting anew."""
+        self.waited, self.agreements = 0.0, 0
+        self.exchanges = []
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank has sent in exchanges."""
+        return sum(sum(splits) * sent.element_size() for _, sent, _, splits, _ in self.exchanges)
+
+    def alone(self) -> Callable[[], None]:
+        """The exchanges counted so far, one after the other, on buffers of their own, with nothing to do meanwhile."""
+        calls = [
+            (received.clone(), sent.clone(), there, here, group)
+            for received, sent, there, here, group in self.exchanges
+        ]
+
+        def run() -> None:
+            for received, sent, there, here, group in calls:
+                self._exchange(received, sent, there, here, group=group, async_op=True).wait()
+
+        return run
+
+    def _counted_exchange(
+        self, output: Tensor, sent: Tensor, there: list[int], here: list[int], *, group: Any, async_op: bool
+    ) -> Any:
+        self.exchanges.append((output, sent, there, here, group))
+        return _Timed(self._exchange(output, sent, there, here, group=group, async_op=async_op), self)
 
 
 class Naive:
-    """What a user would write: gather every whole update on every rank, orthogonalise all of them there, keep the
-    own part.
-    """
+    """What a user would write: gather every update on every rank, orthogonalise all of them, keep the own part."""
 
     def __init__(self, params: list[nn.Parameter], layout: ModelLayout) -> None:
         self.params, self.layout = params, layout
@@ -80,14 +231,7 @@ class Runner:
         return [value.to_local() if isinstance(value, DTensor) else value for value in whole]
 
 
-def rates_for(shapes: Iterable[tuple[int, ...]]) -> Calibration:
-    """The doctor's measurements, with matrices of these shapes, summarised on every rank alike."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    options = DoctorOptions(quick=True, shapes=tuple(sorted({(shape[-2], shape[-1]) for shape in shapes})))
-    return calibrate(Context(options, dist.get_rank(), dist.get_world_size(), store, torch.device("cpu"), "here"))
-
-
-def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]], rates: Calibration | None = None) -> Runner:
+def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]]) -> Runner:
     weights, grads = values_of(layout, shapes)
     params = [nn.Parameter(layout.place(value, k)) for k, value in enumerate(weights)]
     placed = [layout.place(grad, k) for k, grad in enumerate(grads)]
@@ -112,12 +256,7 @@ def make(name: str, layout: ModelLayout, shapes: list[tuple[int, ...]], rates: C
     if layout.data_parallel:
         ours: Muon = DistMuon(groups, adjust_lr_fn="match_rms_adamw", **options)
     else:
-        ours = Muon(
-            groups,
-            use_distributed_muon=name == REFERENCE,
-            cost_model=None if rates is None else rates.cost_model(),
-            **options,
-        )
+        ours = Muon(groups, use_distributed_muon=name == REFERENCE, **options)
     return Runner(params, Step(ours.step, fresh_gradients), ours)
 
 
@@ -165,21 +304,18 @@ def shapes_of(layout: ModelLayout, options: argparse.Namespace) -> list[tuple[in
     return layout.shapes(options.layers if layout.name == "FSDP2" else max(1, options.layers // 2), options.width)
 
 
-def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire, rates: Calibration | None) -> dict[str, Any]:
+def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire) -> dict[str, Any]:
     world = dist.get_world_size()
     main, shapes = layout.name == "FSDP2", shapes_of(layout, options)
     names = [OURS, NAIVE, REFERENCE] if main and world <= 4 else [OURS, NAIVE]
     runners = {name: make(name, layout, shapes) for name in names}
-    if rates is not None:
-        runners[CHOSEN] = make(CHOSEN, layout, shapes, rates)
     apart = check_same(runners)
-    steps, counted = {name: runner.step for name, runner in runners.items()}, {}
-    for name, alone in ((OURS, ALONE), *([(CHOSEN, CHOSEN_ALONE)] if rates is not None else [])):
-        runners[name].step.run()
-        wire.reset()
-        runners[name].step.run()
-        counted[name] = wire.sent, len(wire.exchanges), wire.agreements
-        steps[name], steps[alone] = Step(steps[name].run, wire.reset), Step(wire.alone())
+    steps = {name: runner.step for name, runner in runners.items()}
+    steps[OURS].run()
+    wire.reset()
+    steps[OURS].run()
+    sent, exchanges, agreements = wire.sent, len(wire.exchanges), wire.agreements
+    steps[OURS], steps[ALONE] = Step(steps[OURS].run, wire.reset), Step(wire.alone())
     if main:
         steps[PURE] = pure_work(shapes, options.cores)
         steps |= {name: make(name, layout, shapes).step for name in SCHEMES}
@@ -187,24 +323,16 @@ def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire, rates:
     waits: dict[str, list[float]] = {name: [] for name in steps}
     shown: Callable[[str, Samples], None] = lambda name, _: waits[name].append(wire.waited)  # noqa: E731
     times = race(steps, options.rounds, warmups=warmups, barrier=dist.barrier, shown=shown)
-
-    def hidden(name: str, alone: str) -> float | None:
-        waited = over_ranks(quartiles(waits[name]).median)
-        return max(0.0, 1 - waited / quartiles(times[alone].wall).median) if counted[name][1] else None
-
-    optimizer, (sent, exchanges, agreements) = runners[OURS].optimizer, counted[OURS]
+    waited, optimizer = over_ranks(quartiles(waits[OURS]).median), runners[OURS].optimizer
     assert isinstance(optimizer, Muon)
     plan, elements = optimizer.plan(), sum(p.numel() for p in runners[OURS].params)
-    chosen = runners[CHOSEN].optimizer.plan() if CHOSEN in runners else None  # type: ignore[attr-defined]
     return {
         "layout": layout.name,
         "ranks": world,
         "matrices": len(plan.tasks),
         "steps": {name: samples.facts() for name, samples in times.items()},
         "ratio": {
-            name: asdict(ratio(times[OURS].wall, samples.wall))
-            for name, samples in times.items()
-            if "alone" not in name
+            name: asdict(ratio(times[OURS].wall, samples.wall)) for name, samples in times.items() if name != ALONE
         },
         "auto_over_polar_express": asdict(ratio(*(times[name].wall for name in reversed(SCHEMES)))) if main else None,
         "difference": apart,
@@ -214,11 +342,8 @@ def measure(layout: ModelLayout, options: argparse.Namespace, wire: Wire, rates:
         "bytes_of_naive": 4 * elements * (world - 1) / world,
         "exchanges": exchanges,
         "agreements": agreements,
-        "waves": len(plan.wave_lanes),
-        "hidden": hidden(OURS, ALONE),
-        "chosen": chosen and {"waves": len(chosen.wave_lanes), "hidden": hidden(CHOSEN, CHOSEN_ALONE)},
+        "hidden": max(0.0, 1 - waited / quartiles(times[ALONE].wall).median) if exchanges else None,
         "workspace_bytes": over_ranks(optimizer.workspace_bytes(), dist.ReduceOp.MAX),
-        "buffer_bytes": over_ranks(plan.buffer_bytes(dist.get_rank()), dist.ReduceOp.MAX),
         "two_waves_bytes": 2 * memory_budget_for(None),
     }
 
@@ -229,36 +354,63 @@ def host_time(layout: ModelLayout, count: int, rounds: int) -> dict[str, float]:
     return race({OURS: runner.step}, rounds, warmups=3, barrier=dist.barrier)[OURS].microseconds(count)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("layers", "width", "rounds", "tiny", "cores", "threads"):
+def run_ranks(
+    script: Path,
+    world: int,
+    options: argparse.Namespace,
+    names: Sequence[str],
+    *arguments: str,
+    inside: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Runs a script under torchrun on so many ranks, with those of the options; the results that it leaves.
+
+    ``inside`` is a command that runs another one, in a network namespace.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        command = [*inside, *torchrun, str(script), *arguments, "--out", str(out)]
+        for name in names:
+            command += [f"--{name}", str(getattr(options, name))]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+        if inside:
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        subprocess.run(command, check=True, env=environment, timeout=options.timeout)
+        results: list[dict[str, Any]] = json.loads(out.read_text())
+    return results
+
+
+def run_rank(measure_all: Callable[[argparse.Namespace], list[dict[str, Any]]], names: Sequence[str]) -> None:
+    """What ``run_ranks`` starts: measures on this rank, with the options of the command line; the first rank writes."""
+    parser = argparse.ArgumentParser()
+    for name in names:
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--layouts", nargs="*", default=None)
-    parser.add_argument("--chosen", action="store_true")
+    parser.add_argument("--layouts", nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # remarks on how the naive way gathers
     dist.init_process_group("gloo")
-    chosen = [
-        layout for layout in layouts_for(dist.get_world_size()) if not options.layouts or layout.name in options.layouts
-    ]
-    rates = rates_for(shape for layout in chosen for shape in shapes_of(layout, options)) if options.chosen else None
-    wire, results = Wire(), []
-    for layout in chosen:
-        if dist.get_rank() == 0:
-            print(f"  {dist.get_world_size()} ranks, {layout.name} …", flush=True)
-        results.append(measure(layout, options, wire, rates))
-        wire.reset()
-        if layout.name == "FSDP2" and options.tiny:
-            results[-1]["host"] = host_time(layout, options.tiny, max(5, options.rounds))
+    results = measure_all(options)
     if dist.get_rank() == 0:
-        options.out.write_text(
-            json.dumps({"results": results, "machine": common.machine_facts(options.threads)}) + "\n"
-        )
+        options.out.write_text(json.dumps(results) + "\n")
     gc.collect()  # an optimizer that outlives its process group may hang the process when it exits
     dist.destroy_process_group()
 
 
+def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    wire, results = Wire(), []
+    for layout in layouts_for(dist.get_world_size()):
+        if options.layouts and layout.name not in options.layouts:
+            continue
+        if dist.get_rank() == 0:
+            print(f"  {dist.get_world_size()} ranks, {layout.name} …", flush=True)
+        results.append(measure(layout, options, wire))
+        wire.reset()
+        if layout.name == "FSDP2" and options.tiny:
+            results[-1]["host"] = host_time(layout, options.tiny, max(5, options.rounds))
+    return results
+
+
 if __name__ == "__main__":
-    main()
+    run_rank(measure_all, OPTIONS)

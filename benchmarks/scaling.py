@@ -16,21 +16,14 @@ import argparse
 import gc
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import common  # first: it sets what torch reads when it starts
 import torch
 import torch.distributed as dist
-from common import (
-    Goal,
-    Report,
-    Step,
-    log_axis,
-    race,
-    ratio,
-)
+from common import Goal, Report, Step, race, ratio
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -39,9 +32,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshmuon import Muon
 from meshmuon.layout import Layout, Mesh, Sharded
 from meshmuon.plan import PlannedParam, PlanOptions, cost_model_for, make_plan, routes_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SHAPES = [(rows, cols) for rows in (1024, 2048, 4096, 768, 1536, 1000) for cols in (1024, 2048, 4096, 8192, 100)]
 PLAN, FIRST, STEP, CHANGING = "plan", "first step", "step", "changing"
@@ -112,11 +102,22 @@ def _with_gradient(value: Tensor, grad: Tensor) -> nn.Parameter:
     return param
 
 
+@contextmanager
+def first_of(ranks: int) -> Iterator[None]:
+    """This process as rank 0 of so many; alone it needs no process group."""
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def step_points(matrices: int, ranks: int, rounds: int) -> list[Point]:
     """The first step and those after it, of one optimizer on rank 0."""
-    if ranks > 1:
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
+    with first_of(ranks):
         params = make_params(matrices, ranks)
         names = [f"layers.{k}.weight" for k in range(matrices)]
         optimizer = Muon([{"params": params, "names": names, "use_muon": True}], none_grad=False)
@@ -124,18 +125,11 @@ def step_points(matrices: int, ranks: int, rounds: int) -> list[Point]:
             timed(FIRST, matrices, ranks, optimizer.step, 1),
             timed(STEP, matrices, ranks, optimizer.step, rounds, warmups=1),
         ]
-    finally:
-        if ranks > 1:
-            dist.destroy_process_group()
 
 
 def changing_point(matrices: int, ranks: int, rounds: int) -> Point:
-    """Two optimizers in turns: one whose matrices all have gradients, one where another tenth has none at every
-    step.
-    """
-    if ranks > 1:
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
+    """Two optimizers in turns: one whose matrices all have gradients, one where another tenth has none every time."""
+    with first_of(ranks):
         names = [f"experts.{k}.weight" for k in range(matrices)]
         steady, changing = (make_params(matrices, ranks, (32, 64)) for _ in range(2))
         grads, turns = [param.grad for param in changing], itertools.count()
@@ -155,9 +149,6 @@ def changing_point(matrices: int, ranks: int, rounds: int) -> Point:
         return Point(
             CHANGING, matrices, ranks, host["cpu_us"], host["wall_us"], len(samples[CHANGING].cpu), over_steady
         )
-    finally:
-        if ranks > 1:
-            dist.destroy_process_group()
 
 
 def cases(options: argparse.Namespace) -> list[tuple[str, int, int]]:
@@ -261,28 +252,6 @@ def goals_of(points: Sequence[Point], options: argparse.Namespace) -> list[Goal]
     return goals
 
 
-def plot(rows: Sequence[dict[str, Any]], figure: Figure) -> None:
-    points = [Point(**row) for row in rows]
-    figure.suptitle("Work of the host per matrix, as models grow (lower is better)")
-    for position, (what, axes) in enumerate(zip((PLAN, FIRST, STEP), figure.subplots(1, 3), strict=True)):
-        for ranks in sorted({point.ranks for point in points if point.what == what}):
-            along = curve(points, what, ranks)
-            axes.plot(
-                [p.matrices for p in along],
-                [p.us_per_matrix for p in along],
-                marker="o",
-                ms=3,
-                label=f"{ranks:,} rank" + "s" * (ranks > 1),
-            )
-        log_axis(axes, "x", sorted({float(point.matrices) for point in points}))
-        log_axis(axes, "y")
-        axes.set_xlabel("matrices")
-        axes.set_title(what)
-        axes.legend()
-        if position == 0:
-            axes.set_ylabel("µs of process time per matrix")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--matrices", type=int, nargs="+", default=None, help="numbers of matrices (default 10² to 10⁵)"
@@ -298,18 +267,5 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     options.ranks = options.ranks or ([2, 16] if options.quick else [2, 64, 1024, 4096])
 
 
-BENCHMARK = common.Benchmark(
-    "scaling",
-    __doc__,
-    measure,
-    show,
-    goals_of,
-    plot,
-    (12, 4),
-    add_options=add_options,
-    settle_options=settle_options,
-    to_json=lambda points: [asdict(point) for point in points],
-)
-
 if __name__ == "__main__":
-    BENCHMARK.main()
+    common.Benchmark("scaling", __doc__, measure, show, goals_of, add_options, settle_options).main()

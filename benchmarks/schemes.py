@@ -17,29 +17,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import (
-    COLOURS,
-    Goal,
-    Quartiles,
-    Report,
-    Samples,
-    Step,
-    log_axis,
-    prepare,
-    race,
-    ratio,
-    worst_error,
-)
+from common import Goal, Quartiles, Report, Samples, Step, prepare, race, ratio, worst_error
 
 from meshmuon import orthogonalize
 from meshmuon.ortho import Scheme, blocks_for, halley, orthogonalize_flops, resolve_scheme, scheme_for, zolotarev
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DTYPE = torch.float32
 REFERENCE = "polar_express"
@@ -154,34 +139,6 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     return goals
 
 
-LINES = {"hybrid": "-", "zolotarev": "--", "halley": ":"}
-
-
-def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
-    axes = figure.subplots()
-    single = [result for result in results if result["batch"] == 1]
-    for aspect in sorted({result["m"] / result["n"] for result in single}):
-        curve = [result for result in single if result["m"] / result["n"] == aspect]
-        named = [name for name in LINES if name in curve[0]["schemes"]]
-        for name in named or ["auto"]:  # which is one of them, and the only one that a short run measures
-            if name in curve[0]["schemes"]:
-                ratios = [result["schemes"][name]["ratio"]["median"] for result in curve]
-                axes.plot(
-                    [result["n"] for result in curve],
-                    ratios,
-                    LINES.get(name, "-"),
-                    marker="o",
-                    ms=3,
-                    label=f"{name}, m/n = {aspect:g}",
-                )
-    axes.axhline(1.0, color=COLOURS["line"], lw=0.8, ls="--")
-    log_axis(axes, "x", sorted({float(result["n"]) for result in single}))
-    axes.set_xlabel("n, of m × n matrices")
-    axes.set_ylabel(f"time ÷ {REFERENCE}")
-    axes.set_title(f"Schemes against {REFERENCE}: below 1 is faster")
-    axes.legend()
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help="some of the schemes (default all)")
     parser.add_argument("--sizes", type=int, nargs="+", default=None, help="n, the smaller side (default 64 to 2048)")
@@ -198,9 +155,5 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
         options.schemes = [REFERENCE, *options.schemes]
 
 
-BENCHMARK = common.Benchmark(
-    "schemes", __doc__, measure, show, goals_of, plot, (7, 4), add_options=add_options, settle_options=settle_options
-)
-
 if __name__ == "__main__":
-    BENCHMARK.main()
+    common.Benchmark("schemes", __doc__, measure, show, goals_of, add_options, settle_options).main()

@@ -20,27 +20,16 @@ it needs root and the kernel's token bucket filter. Delay would need netem as we
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import common  # first: it sets what torch reads when it starts
-from common import (
-    COLOURS,
-    Goal,
-    Quartiles,
-    Report,
-    plain_number,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from common import Goal, Quartiles, Report
+from ranks import OPTIONS, run_ranks
 
 WORKER = Path(__file__).with_name("ranks.py")
 COLUMNS = (
@@ -59,36 +48,16 @@ COLUMNS = (
 )
 
 LINKED = ["FSDP2", "HSDP", "EP×FSDP, cut"]  # on 4 ranks over a slowed link
-CHOSEN = "meshmuon, plan chosen by measured rates"
 
 
 def run_world(
     world: int, options: argparse.Namespace, *, layouts: Sequence[str] = (), link: str | None = None
 ) -> list[dict[str, Any]]:
-    """Runs one number of ranks under torchrun; with ``link`` inside a network namespace."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(world),
-            str(WORKER),
-        ]
-        rounds = options.rounds or (2 if options.quick or world > 4 else 3)
-        for name in ("layers", "width", "cores", "threads"):
-            command += [f"--{name}", str(getattr(options, name))]
-        command += ["--rounds", str(rounds), "--tiny", str(0 if link or world > 2 else options.tiny), "--out", str(out)]
-        command += ["--layouts", *layouts] if layouts else []
-        command += ["--chosen"] if link else []
-        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-        if link:
-            command = [*in_namespace(link), *command]
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        subprocess.run(command, check=True, env=environment, timeout=options.timeout)
-        results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
+    """Runs one number of ranks; with ``link`` inside a network namespace."""
+    rounds = options.rounds or (2 if options.quick or world > 4 else 3)
+    own = argparse.Namespace(**{**vars(options), "rounds": rounds, "tiny": 0 if link or world > 2 else options.tiny})
+    chosen = ["--layouts", *layouts] if layouts else []
+    results = run_ranks(WORKER, world, own, OPTIONS, *chosen, inside=in_namespace(link) if link else ())
     return [{**result, "link": link} for result in results]
 
 
@@ -127,22 +96,6 @@ def row_of(result: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-LINK_COLUMNS = ("ranks", "layout", "waves", "chosen", "step, ms", "chosen ÷ usual", "hidden", "chosen")
-
-
-def link_row(result: dict[str, Any]) -> tuple[str, ...]:
-    chosen, ratio = result["chosen"], result["ratio"][CHOSEN]
-    return (
-        f"{result['ranks']}, {result['link']}",
-        result["layout"],
-        str(result["waves"]),
-        str(chosen["waves"]),
-        Quartiles(**result["steps"]["meshmuon"]["wall_s"]).text(1e3, 0),
-        f"{1 / ratio['median']:.2f} ({1 / ratio['high']:.2f}–{1 / ratio['low']:.2f})",
-        *(f"{share:.2f}" if share is not None else "–" for share in (result["hidden"], chosen["hidden"])),
-    )
-
-
 def compute_is_larger(result: dict[str, Any]) -> bool:
     steps = result["steps"]
     return (
@@ -173,23 +126,6 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     return goals
 
 
-def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
-    axes = figure.add_subplot()
-    results = [result for result in results if not result["link"]]  # a slow link has another scale; the table has it
-    labels = [f"{result['ranks']} × {result['layout']}" for result in results]
-    for shift, (name, colour) in enumerate((("meshmuon", "ours"), ("naive", "naive"), ("pure work", "floor"))):
-        times = [
-            result["steps"][name]["wall_s"]["median"] * 1e3 if name in result["steps"] else 0.0 for result in results
-        ]
-        axes.bar([k + (shift - 1) * 0.27 for k in range(len(results))], times, 0.26, label=name, color=COLOURS[colour])
-    axes.set_xticks(range(len(results)), labels, rotation=40, ha="right")
-    axes.grid(visible=False, axis="x")
-    axes.yaxis.set_major_formatter(lambda value, _: plain_number(value))
-    axes.set_ylabel("median time of a step, ms")
-    axes.set_title("One owner per matrix against computing everything everywhere (naive), by ranks and layout")
-    axes.legend()
-
-
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for world in report.each(options.ranks, lambda world: f"{world} ranks"):
@@ -208,11 +144,6 @@ def show(results: Sequence[dict[str, Any]], report: Report) -> None:
     options = report.facts["options"]
     cores, threads = options["cores"], options["threads"]
     report.table(f"one sharded step on {cores} cores, {threads} thread(s) per rank", COLUMNS, map(row_of, results))
-    linked = [result for result in results if result["chosen"]]
-    if linked:
-        report.table(
-            "the usual plan, and one chosen by the rates of the slowed link", LINK_COLUMNS, map(link_row, linked)
-        )
     if max(options["ranks"], default=0) > cores:
         report.note(f"more ranks than the {cores} cores take turns on them: see the head of benchmarks/sharded.py.")
 
@@ -245,9 +176,5 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
     options.ranks, options.link = [1, 2, 4, 8] if options.ranks is None else options.ranks, options.link or "1gbit"
 
 
-BENCHMARK = common.Benchmark(
-    "sharded", __doc__, measure, show, goals_of, plot, (10, 5), add_options=add_options, settle_options=settle_options
-)
-
 if __name__ == "__main__":
-    BENCHMARK.main()
+    common.Benchmark("sharded", __doc__, measure, show, goals_of, add_options, settle_options).main()

@@ -8,9 +8,6 @@ Those with another scheme make another update. A second table has what is needed
 each leaves on [1e-3, 1], measured by SVD on adversarial spectra; counted FLOPs; and the time beside rivals whose error
 is equal or worse.
 
-What a step does beside orthogonalising is measured by leaving the iteration out, in turns with AdamW on the same
-parameters.
-
 With one thread the ratios are of process time, which other processes do not lengthen.
 
     python benchmarks/single_device.py
@@ -21,66 +18,77 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import common  # first: it sets what torch reads when it starts
 import torch
-from common import (
-    COLOURS,
-    SHAPE,
-    Goal,
-    Quartiles,
-    Report,
-    Step,
-    plain_number,
-    prepare,
-    race,
-    ratio,
-)
+from common import SHAPE, Goal, Quartiles, Report, Step, prepare, race, ratio
 from contenders import (
     CONTENDERS,
-    FLOOR,
+    MODELS,
     OURS,
+    QUICK_MODELS,
     TOLERANCE,
     Contender,
     Entrant,
+    Model,
     available,
     differences,
     enter,
     error_by_svd,
 )
-from memory import Allocations, allocations_of
-from models import MODELS, QUICK_MODELS, Model
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshmuon import Muon, keller
 from meshmuon.device import memory_budget_for
-from meshmuon.execute import ortho_batch
-from meshmuon.ortho import Orthogonalizer, Scheme, scratch_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from meshmuon.ortho import scratch_bytes
 
 ALONE = "orthogonalisation alone"
 TORCH = "torch.optim.Muon, fp32"
 AUTO = "meshmuon, auto"
 POLAR_EXPRESS = "meshmuon, polar_express"
 ROUNDING = 1.02  # errors this close are equal: they differ by rounding
+SCALAR = 64  # bytes; the allocator's smallest block, which holds a number
+
+
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """What one step allocated.
+
+    Attributes:
+        count: allocations larger than a number.
+        numbers: allocations that hold a number or nothing.
+        nbytes: bytes of all of them.
+        peak: most bytes beyond those held before the step.
+    """
+
+    count: int
+    numbers: int
+    nbytes: int
+    peak: int
+
+
+def allocations_of(step: Callable[[], object]) -> Allocations:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for size in sizes:
+        now += size
+        peak = max(peak, now)
+    taken = [size for size in sizes if size > 0]
+    return Allocations(sum(s > SCALAR for s in taken), sum(s <= SCALAR for s in taken), sum(taken), peak)
 
 
 def orthogonalisation_alone(model: Model) -> Step:
-    return alone_on(model.matrices, keller())
-
-
-def alone_on(matrices: Sequence[tuple[int, int]], scheme: Scheme | Orthogonalizer) -> Step:
     """Orthogonalises all matrices, equal shapes together as far as the memory budget allows, and does nothing else."""
-    batches = []
+    matrices, scheme, batches = model.matrices, keller(), []
     for rows, cols in sorted(set(matrices)):
         left = matrices.count((rows, cols))
-        steps = scheme.steps if isinstance(scheme, Scheme) else ()
-        most = max(1, memory_budget_for(None) // scratch_bytes(rows, cols, steps, torch.float32, torch.float32))
+        most = max(1, memory_budget_for(None) // scratch_bytes(rows, cols, scheme.steps, torch.float32, torch.float32))
         while left:
             batches.append(torch.randn(min(left, most), rows, cols))
             left -= len(batches[-1])
@@ -92,9 +100,7 @@ def enter_all(contenders: Sequence[Contender], model: Model) -> list[Entrant]:
 
 
 def check(entrants: list[Entrant], shown: Callable[[str], None]) -> tuple[list[Entrant], dict[str, float]]:
-    """Leaves out every contender whose update should be meshmuon's and is not; returns the others and all
-    differences.
-    """
+    """Leaves out every contender whose update should be meshmuon's and is not; the others, and all differences."""
     apart = differences(entrants)
     kept = []
     for entrant in entrants:
@@ -165,7 +171,6 @@ def measure_model(
         "matrices": len(model.matrices),
         "steps": {name: samples.facts() for name, samples in times.items()},
         "ratio": {name: asdict(ratio(times[OURS].clock, samples.clock)) for name, samples in times.items()},
-        "beside_products": asdict(beside_products(model, contenders, options)),
         "difference": apart,
         "worst_error": {name: errors[name] for name in steps if name in errors},
         "flops": {entrant.contender.name: flops_of(entrant) for entrant in entrants if entrant.contender.is_muon},
@@ -173,24 +178,6 @@ def measure_model(
         "memory": memory_rows(entrants, model),
         "host": host(model, contenders, options),
     }
-
-
-def nothing(*given: object) -> None:
-    """In the place of what is left out."""
-
-
-def beside_products(model: Model, contenders: Sequence[Contender], options: argparse.Namespace) -> Quartiles:
-    """What a step takes beside orthogonalising, in steps of AdamW on the same parameters.
-
-    It is measured and not subtracted: orthogonalising takes tens of times as long and varies by more than what is
-    looked for. In this race meshmuon's iteration does nothing: its updates are momentum with look-ahead, and everything
-    else is done as ever.
-    """
-    ours, floor = (next(contender for contender in contenders if contender.name == name) for name in (OURS, FLOOR))
-    steps = {OURS: enter(ours, model).step, FLOOR: enter(replace(floor, whole=True), model).step}
-    with mock.patch.object(ortho_batch, "iterate", nothing):
-        times = race(steps, 2 if options.quick else 25, warmups=3, seconds=options.seconds)
-    return ratio(times[OURS].clock, times[FLOOR].clock)
 
 
 def host(model: Model, contenders: Sequence[Contender], options: argparse.Namespace) -> dict[str, Any]:
@@ -301,12 +288,6 @@ def goals_of(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
                 note=f"and {ours['numbers']} numbers",
             ),
             Goal(f"{where}: extra memory ÷ two waves", ours["extra_over_two_waves"], most=1),
-            Goal(
-                f"{where}: step without orthogonalisation ÷ AdamW's step",
-                result["beside_products"]["median"],
-                most=1.5,
-                note="measured in a race of their own, in which meshmuon's iteration does nothing",
-            ),
             *goals_of_auto(result),
         ]
     return goals
@@ -330,26 +311,6 @@ def goals_of_auto(result: dict[str, Any]) -> list[Goal]:
             note=f"beside {fastest}",
         ),
     ]
-
-
-def plot(results: Sequence[dict[str, Any]], figure: Figure) -> None:
-    figure.suptitle("A step on one CPU core: meshmuon and others (shorter is better)")
-    for place, result in enumerate(results, 1):
-        axes = figure.add_subplot(2, (len(results) + 1) // 2, place)
-        names = list(result["steps"])
-        times = [result["steps"][name]["wall_s"] for name in names]
-        middle = [time["median"] * 1e3 for time in times]
-        spread = [[(t["median"] - t["low"]) * 1e3 for t in times], [(t["high"] - t["median"]) * 1e3 for t in times]]
-        colours = [
-            COLOURS["ours" if name == OURS else "floor" if name in (FLOOR, ALONE) else "others"] for name in names
-        ]
-        axes.barh(names, middle, xerr=spread, color=colours, error_kw={"lw": 0.8})
-        axes.invert_yaxis()
-        axes.set_title(result["model"])
-        axes.grid(visible=False, axis="y")
-        axes.xaxis.set_major_formatter(lambda value, _: plain_number(value))
-        axes.set_xlabel("median time of a step, ms")
-        axes.tick_params(labelsize=8)
 
 
 def measure(options: argparse.Namespace, report: Report) -> list[dict[str, Any]]:
@@ -389,17 +350,5 @@ def settle_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"no model is called {options.models}; there are {known}")
 
 
-BENCHMARK = common.Benchmark(
-    "single_device",
-    __doc__,
-    measure,
-    show,
-    goals_of,
-    plot,
-    (11, 7),
-    add_options=add_options,
-    settle_options=settle_options,
-)
-
 if __name__ == "__main__":
-    BENCHMARK.main()
+    common.Benchmark("single_device", __doc__, measure, show, goals_of, add_options, settle_options).main()

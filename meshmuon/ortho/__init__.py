@@ -4,7 +4,6 @@ from .cost import orthogonalize_flops
 from .iteration import iterate
 from .newton_schulz import (
     FORMS,
-    Form,
     blocks_for,
     call_scheme,
     default_compute_dtype,

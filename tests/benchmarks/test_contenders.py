@@ -11,13 +11,27 @@ from functools import partial
 import pytest
 import torch
 from common import Goal, Step, quartiles, race, ratio
-from contenders import BF16, CONTENDERS, FLOOR, FP32, OURS, SAME, TOLERANCE, Contender, available, differences, enter
-from memory import allocations_of
-from models import MODELS, QUICK_MODELS, Model
-from single_device import check
+from contenders import (
+    BF16,
+    CONTENDERS,
+    FLOOR,
+    FP32,
+    MODELS,
+    OURS,
+    QUICK_MODELS,
+    SAME,
+    TOLERANCE,
+    Contender,
+    Model,
+    available,
+    differences,
+    enter,
+)
+from single_device import allocations_of, check
 from torch import Tensor
 
 MODEL = Model("mixed", "", ((24, 16), (16, 40), (3, 20, 12), (8, 4, 3, 3)), 6)
+PLAIN = "Keller Jordan's, plain"
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
 
@@ -47,21 +61,21 @@ def _other_coefficients(x: Tensor) -> Tensor:
     [
         {"original": False},
         {"decays_adjusted": True},
-        {"make": partial(BY_NAME["naive"].make.func, iteration=_other_coefficients)},  # type: ignore[attr-defined]
+        {"make": partial(BY_NAME[PLAIN].make.func, iteration=_other_coefficients)},  # type: ignore[attr-defined]
     ],
     ids=["scale", "decay", "coefficients"],
 )
 def test_another_update_is_left_out(change: dict[str, object]) -> None:
-    other: Contender = replace(BY_NAME["naive"], **change)  # type: ignore[arg-type]
+    other: Contender = replace(BY_NAME[PLAIN], **change)  # type: ignore[arg-type]
     shown: list[str] = []
     kept, apart = check([enter(BY_NAME[OURS], MODEL), enter(other, MODEL)], shown.append)
     assert [entrant.contender.name for entrant in kept] == [OURS]
-    assert apart["naive"] > TOLERANCE[FP32]
+    assert apart[PLAIN] > TOLERANCE[FP32]
     assert "left out" in shown[0]
 
 
 def test_everyone_starts_from_the_same_weights_and_gradients() -> None:
-    ours, theirs = (enter(BY_NAME[name], MODEL) for name in (OURS, "naive"))
+    ours, theirs = (enter(BY_NAME[name], MODEL) for name in (OURS, PLAIN))
     assert all(map(torch.equal, ours.matrices(), theirs.matrices()))
     before = [param.grad.clone() for param in theirs.params if param.grad is not None]
     for param in theirs.params:
