@@ -33,7 +33,7 @@ _SMALL_PRODUCT = 600_000  # measured on CPU: FLOPs that a large product could ha
 
 
 def symmetric_flops(n: int, k: int) -> int:
-    """FLOPs of a symmetric n × n product with inner size k, computed by panels."""
+    """FLOPs of a symmetric n × n product with inner size k, computed by the panels of float32."""
     return sum(2 * (stop - start) * stop * k for start, stop in symmetric_panels(n, k))
 
 

@@ -23,6 +23,7 @@ from ..workspace import is_dense
 from .inverse import ShiftedInverses, plain_inverses
 
 _PANEL = 128
+_PANEL_OF_16_BITS = 256
 _SHORT_PANEL = 96  # of results with few rows
 _EDGES = 32  # panels begin at multiples of it
 _SMALLEST_SPLIT = 384
@@ -78,16 +79,16 @@ class Products(Protocol):
 
 
 @lru_cache(maxsize=4096)
-def symmetric_panels(n: int, k: int) -> tuple[tuple[int, int], ...]:
+def symmetric_panels(n: int, k: int, *, short: bool = False) -> tuple[tuple[int, int], ...]:
     """Row ranges in which the blocked symmetric product with inner size k computes the lower triangle of an n × n
     result.
 
     Rows [start, stop) are computed up to column ``stop``. Small results are one full product, which is faster
-    (measured, fp32 on CPU: up to 191 rows, up to 383 where k < 2n).
+    (measured, fp32 on CPU: up to 191 rows, up to 383 where k < 2n; bfloat16, which is ``short``: up to 383).
     """
-    if n < (_SMALLEST_LONG_SPLIT if k >= 2 * n else _SMALLEST_SPLIT):
+    if n < (_SMALLEST_LONG_SPLIT if k >= 2 * n and not short else _SMALLEST_SPLIT):
         return ((0, n),)
-    count = -(-n // (_PANEL if n >= _SMALLEST_SPLIT else _SHORT_PANEL))
+    count = -(-n // (_PANEL_OF_16_BITS if short else _PANEL if n >= _SMALLEST_SPLIT else _SHORT_PANEL))
     inner = [round(n * i / count / _EDGES) * _EDGES for i in range(1, count)]
     return tuple(pairwise((0, *inner, n)))
 
@@ -106,7 +107,7 @@ class BlockedProducts(Products):
     def symmetric(
         self, a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
     ) -> Tensor:
-        panels = symmetric_panels(a.size(1), a.size(2))
+        panels = symmetric_panels(a.size(1), a.size(2), short=out.dtype in _SHORT and out.device.type == "cpu")
         if len(panels) == 1:
             self._multiply(a, b.mT, out, addend, alpha, beta)
             return out

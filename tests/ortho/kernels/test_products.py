@@ -88,7 +88,9 @@ def test_general(n: int, m: int, beta: float | None, name: str) -> None:
 def test_blocked_results_are_symmetric_bit_for_bit_outside_the_diagonal_panels(n: int, dtype: torch.dtype) -> None:
     a, b, _ = commuting(1, n, dtype)
     result = BlockedProducts().symmetric(a, b, torch.empty(1, n, n, dtype=dtype))[0]
-    for start, stop in symmetric_panels(n, n):
+    panels = symmetric_panels(n, n, short=dtype == torch.bfloat16)
+    assert len(panels) > 1
+    for start, stop in panels:
         assert torch.equal(result[:start, start:stop], result[start:stop, :start].mT)
 
 
