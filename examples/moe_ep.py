@@ -1,5 +1,4 @@
-"""Mixture of experts, expert parallel: each rank holds whole experts, everything else is sharded by FSDP2 over the same
-ranks.
+"""Mixture of experts, expert parallel: each rank holds whole experts; FSDP2 shards everything else over the same ranks.
 
 One device:  python examples/moe_ep.py
 Several:     torchrun --standalone --nproc-per-node 4 examples/moe_ep.py
@@ -40,10 +39,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         if self.mesh is None:
             return _weighted(x, gates, self.up, self.down)
-        whole = [
-            DTensor.from_local(part, self.mesh, [Shard(0)]).redistribute(placements=[Replicate()])
-            for part in (x, gates)
-        ]
+        parts = (DTensor.from_local(part, self.mesh, [Shard(0)]) for part in (x, gates))
+        whole = [part.redistribute(placements=[Replicate()]) for part in parts]
         x, gates = (tensor.to_local(grad_placements=[Partial()]) for tensor in whole)
         gates = gates.chunk(self.mesh.size(), dim=1)[self.mesh.get_local_rank()]  # of this rank's experts
         y = _weighted(x, gates, self.up.to_local(), self.down.to_local())
@@ -68,9 +65,8 @@ class MoE(nn.Module):
 
 def main(steps: int) -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
-    )
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)  # the same weights on every rank
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(), MoE(), nn.Linear(WIDTH, CLASSES, bias=False)).to(device)
     if world > 1:
@@ -80,8 +76,9 @@ def main(steps: int) -> None:
         fully_shard(model, mesh=mesh, ignored_params={w for block in model[1:3] for w in block.experts.parameters()})
     # Each expert is a matrix of its own. Whole experts stay on their rank: Muon sends nothing for them.
     optimizer = Muon(get_default_muon_param_groups(model, expert_keys=["experts"]), lr=3e-3, weight_decay=0.1)
-    # four clusters for each class
-    centres = torch.randn(4 * CLASSES, WIDTH, generator=torch.Generator().manual_seed(1))
+    centres = torch.randn(
+        4 * CLASSES, WIDTH, generator=torch.Generator().manual_seed(1)
+    )  # four clusters for each class
     for step in range(1, steps + 1):
         generator = torch.Generator().manual_seed(step)
         cluster = torch.randint(4 * CLASSES, (256,), generator=generator)

@@ -4,6 +4,7 @@ A public name is imported when it is first asked for, so that ``meshmuon --help`
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .dropped import refuse_name
@@ -97,14 +98,15 @@ _MODULES = (  # that the public names come from
 if not TYPE_CHECKING:  # which would take any name for a public one
 
     def __getattr__(name: str) -> Any:
-        if not name.startswith("_"):
+        if name in __all__:
             for module in _MODULES:
                 content = vars(import_module(f".{module}", __name__))
-                if name in __all__ and name in content:
+                if name in content:
                     return globals().setdefault(name, content[name])
-            if name in globals():  # a module, which its import has put there
-                return globals()[name]
-            refuse_name(name)
+        refuse_name(name)
+        # A module: it alone is imported, since one of those above may be on its way to ask for it.
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

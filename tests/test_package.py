@@ -103,3 +103,8 @@ Muon, DistMuon
 
 def test_names_and_modules_come_when_they_are_asked_for() -> None:
     subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("room", ["ortho", "plan", "metrics", "checkpoint", "migrate", "integrations.hf", "clipping"])
+def test_any_room_may_be_imported_first(room: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import meshmuon.{room}"], check=True, timeout=60)

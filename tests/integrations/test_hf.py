@@ -49,7 +49,7 @@ def test_weight_decay_is_that_of_trainer(tmp_path: Path) -> None:
             self.rows = nn.Linear(4, 6)
             self.norm, self.q_norm = nn.LayerNorm(6), nn.RMSNorm(6)
             self.norm_free = nn.Linear(6, 6, bias=False)
-            self.relative_bias = nn.Parameter(torch.zeros(6, 6))
+            self.relative_bias = nn.Parameter(torch.zeros(2, 5))
 
     model = Odd()
     theirs = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, weight_decay=0.3)).create_optimizer()

@@ -30,6 +30,7 @@ from meshmuon.ortho import Scheme, blocks_for
 SINGLE = 2.0**-24
 _ROUNDINGS_OF_A_VALUE = 4  # of a mean of a few thousand numbers, added in pairs
 DRAWS = 6  # of all roundings of an iteration; large matrices need fewer, their norms are alike
+_DRAWS_OF_FEW_ROWS = 48  # whose error is one of a few numbers, of which six show the largest too seldom
 
 Steps = Sequence[Any]  # of quintics
 
@@ -98,7 +99,8 @@ def orthogonalize_error(
             continue
         rounding = Rounding(dtype, given or dtype)
         exact = rounded_iteration(matrix, scheme.steps, blocks, None)
-        for draw in range(DRAWS if min(matrix.shape) < 200 else 2):
+        fewest = min(matrix.shape)
+        for draw in range(_DRAWS_OF_FEW_ROWS if fewest < 4 else DRAWS if fewest < 200 else 2):
             rounded = rounded_iteration(matrix, scheme.steps, blocks, rounding, mirrored=draw % 2 == 1)
             worst = max(worst, float(torch.linalg.matrix_norm(rounded - exact, "fro" if frobenius else 2)))
     return room(dtype) * worst
