@@ -53,8 +53,7 @@ class FusedElementwise(Elementwise):
         except Exception as error:
             raise KernelError(
                 f"kernels over lists of tensors do not run on {self._device}: {type(error).__name__}: {error}. If "
-                "that cannot be "
-                "mended, set MESHMUON_KERNELS=torch."
+                "that cannot be mended, set MESHMUON_KERNELS=torch."
             ) from error
 
     def fill(

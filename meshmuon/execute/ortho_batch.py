@@ -124,8 +124,7 @@ class OrthoBatch:
             size = " × ".join(map(str, self.stacked.shape))
             raise KernelError(
                 f"kernels do not run on {self.stacked.device} for a batch of {size}: {type(error).__name__}: {error}. "
-                "If that "
-                "cannot be mended, set MESHMUON_KERNELS=torch."
+                "If that cannot be mended, set MESHMUON_KERNELS=torch."
             ) from error
 
     def is_idle(self, idle: AbstractSet[int]) -> bool:
